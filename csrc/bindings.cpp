@@ -1,0 +1,88 @@
+// Python sees addresses and counts only: fusedshard/kernels.py checks the tensors behind them.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "device.h"
+#include "dispatch_cpu.h"
+#include "flat_memory.h"
+
+namespace py = pybind11;
+using namespace fusedshard;
+
+namespace {
+
+template <typename T>
+T* at(int64_t address) {
+  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
+}
+
+using GroupTuple = std::tuple<double, double, double, double, double, bool, bool, bool>;
+
+std::vector<Group> to_groups(const std::vector<GroupTuple>& rows) {
+  std::vector<Group> groups;
+  for (const auto& [lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize] : rows) {
+    groups.push_back({lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize});
+  }
+  return groups;
+}
+
+template <typename T>
+void adam(int64_t param, int64_t exp_avg, int64_t exp_avg_sq, int64_t max_exp_avg_sq,
+          int64_t segments, int64_t segment_count, const std::vector<GroupTuple>& groups,
+          double grad_scale, int threads) {
+  const std::vector<Group> rows = to_groups(groups);
+  py::gil_scoped_release release;
+  adam_cpu<T>({at<T>(param), at<T>(exp_avg), at<T>(exp_avg_sq), at<T>(max_exp_avg_sq)},
+              at<const Segment>(segments), segment_count, rows, grad_scale, threads);
+}
+
+template <typename T>
+void mean(int64_t out, const std::vector<int64_t>& chunks, int64_t length, int threads) {
+  std::vector<const T*> pointers;
+  for (int64_t chunk : chunks) pointers.push_back(at<const T>(chunk));
+  py::gil_scoped_release release;
+  mean_cpu<T>(at<T>(out), pointers, length, threads);
+}
+
+template <typename T>
+double square_sum(int64_t x, int64_t length, int threads) {
+  py::gil_scoped_release release;
+  return square_sum_cpu<T>(at<const T>(x), length, threads);
+}
+
+void roofline(int64_t p, int64_t g, int64_t m, int64_t v, int64_t length, int threads) {
+  py::gil_scoped_release release;
+  roofline_cpu(at<float>(p), at<const float>(g), at<float>(m), at<float>(v), length, threads);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  module.def("cpu_variants", &cpu_variants);
+  module.def("cpu_variant", &cpu_variant);
+  module.def("set_cpu_variant", &set_cpu_variant);
+  module.def("adam_f32", &adam<float>);
+  module.def("adam_f64", &adam<double>);
+  module.def("mean_f32", &mean<float>);
+  module.def("mean_f64", &mean<double>);
+  module.def("square_sum_f32", &square_sum<float>);
+  module.def("square_sum_f64", &square_sum<double>);
+  module.def("roofline_f32", &roofline);
+  module.def("cuda_build", [] {
+    py::dict info;
+    info["built"] = cuda_built();
+    info["architectures"] = cuda_architectures();
+    info["runtime_version"] = cuda_runtime_version();
+    info["note"] = cuda_build_note();
+    return info;
+  });
+  py::class_<FlatMemory>(module, "FlatMemory", py::buffer_protocol())
+      .def(py::init<int64_t>())
+      .def_property_readonly(
+          "address", [](const FlatMemory& m) { return reinterpret_cast<int64_t>(m.data()); })
+      .def_buffer([](const FlatMemory& m) {
+        return py::buffer_info(static_cast<uint8_t*>(m.data()), m.bytes());
+      });
+}

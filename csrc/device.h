@@ -1,0 +1,14 @@
+// What this build knows about CUDA. Defined in device_cuda.cu where nvcc was found, otherwise in
+// device_none.cpp.
+#pragma once
+
+#include <string>
+
+namespace fusedshard {
+
+bool cuda_built();
+std::string cuda_architectures();  // as given to the compiler, separated by semicolons
+int cuda_runtime_version();        // as cudaRuntimeGetVersion: 13000 for 13.0; 0 without CUDA
+std::string cuda_build_note();     // why the CUDA part was left out; empty where it was built
+
+}  // namespace fusedshard

@@ -1,0 +1,139 @@
+#include "dispatch_cpu.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <type_traits>
+
+namespace fusedshard {
+
+extern const CpuKernels cpu_kernels_baseline;
+#if defined(FUSEDSHARD_HAVE_AVX2)
+extern const CpuKernels cpu_kernels_avx2;
+#endif
+#if defined(FUSEDSHARD_HAVE_AVX512)
+extern const CpuKernels cpu_kernels_avx512;
+#endif
+
+namespace {
+
+// In order of preference, the preferred one last: benchmarks/bench_kernel.py --isa measures it.
+std::vector<const CpuKernels*> runnable() {
+  std::vector<const CpuKernels*> kernels = {&cpu_kernels_baseline};
+#if defined(FUSEDSHARD_HAVE_AVX512)
+  kernels.push_back(&cpu_kernels_avx512);
+#endif
+#if defined(FUSEDSHARD_HAVE_AVX2)
+  kernels.push_back(&cpu_kernels_avx2);
+#endif
+  std::vector<const CpuKernels*> result;
+  for (const CpuKernels* k : kernels) {
+    if (k->supported()) result.push_back(k);
+  }
+  return result;
+}
+
+const CpuKernels* find(const std::string& name) {
+  std::string known;
+  for (const CpuKernels* k : runnable()) {
+    if (name == k->name) return k;
+    known += std::string(known.empty() ? "" : ", ") + k->name;
+  }
+  throw std::invalid_argument("CPU kernel variant: got '" + name + "', this processor runs " +
+                              known);
+}
+
+const CpuKernels*& current() {
+  static const CpuKernels* kernels = [] {
+    const char* wanted = std::getenv("FUSEDSHARD_CPU_ISA");
+    return wanted != nullptr && *wanted != '\0' ? find(wanted) : runnable().back();
+  }();
+  return kernels;
+}
+
+template <typename T>
+bool continues(const Run<T>& run, const Segment& segment, int64_t run_step) {
+  return run.start + run.length == segment.start && segment.step == run_step &&
+         reinterpret_cast<const T*>(segment.grad) == run.grad + run.length;
+}
+
+template <typename T>
+std::vector<Run<T>> merge_runs(const Segment* segments, int64_t count,
+                               const std::vector<Group>& groups, double grad_scale) {
+  std::vector<Run<T>> runs;
+  int64_t step = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const Segment& segment = segments[i];
+    if (segment.active == 0 || segment.length == 0) continue;
+    const Group& group = groups.at(static_cast<size_t>(segment.group));
+    if (!runs.empty() && runs.back().group == &group && continues(runs.back(), segment, step)) {
+      runs.back().length += segment.length;
+      continue;
+    }
+    step = segment.step;
+    runs.push_back({segment.start, segment.length, reinterpret_cast<const T*>(segment.grad), &group,
+                    adam_scalars<T>(group, step, grad_scale)});
+  }
+  return runs;
+}
+
+}  // namespace
+
+std::vector<std::string> cpu_variants() {
+  std::vector<std::string> names;
+  for (const CpuKernels* k : runnable()) names.emplace_back(k->name);
+  return names;
+}
+
+std::string cpu_variant() { return current()->name; }
+
+void set_cpu_variant(const std::string& name) { current() = find(name); }
+
+template <typename T>
+void adam_cpu(const AdamArrays<T>& arrays, const Segment* segments, int64_t segment_count,
+              const std::vector<Group>& groups, double grad_scale, int threads) {
+  const std::vector<Run<T>> runs = merge_runs<T>(segments, segment_count, groups, grad_scale);
+  const int64_t count = static_cast<int64_t>(runs.size());
+  if constexpr (std::is_same_v<T, float>) {
+    current()->adam_f32(arrays, runs.data(), count, threads);
+  } else {
+    current()->adam_f64(arrays, runs.data(), count, threads);
+  }
+}
+
+template <typename T>
+void mean_cpu(T* out, const std::vector<const T*>& chunks, int64_t length, int threads) {
+  const int n = static_cast<int>(chunks.size());
+  if constexpr (std::is_same_v<T, float>) {
+    current()->mean_f32(out, chunks.data(), n, length, threads);
+  } else {
+    current()->mean_f64(out, chunks.data(), n, length, threads);
+  }
+}
+
+template <typename T>
+double square_sum_cpu(const T* x, int64_t length, int threads) {
+  std::vector<double> partials(static_cast<size_t>((length + kNormBlock - 1) / kNormBlock));
+  if constexpr (std::is_same_v<T, float>) {
+    current()->square_partials_f32(partials.data(), x, length, threads);
+  } else {
+    current()->square_partials_f64(partials.data(), x, length, threads);
+  }
+  double sum = 0.0;
+  for (double partial : partials) sum += partial;
+  return sum;
+}
+
+void roofline_cpu(float* p, const float* g, float* m, float* v, int64_t length, int threads) {
+  current()->roofline_f32(p, g, m, v, length, threads);
+}
+
+template void adam_cpu(const AdamArrays<float>&, const Segment*, int64_t, const std::vector<Group>&,
+                       double, int);
+template void adam_cpu(const AdamArrays<double>&, const Segment*, int64_t,
+                       const std::vector<Group>&, double, int);
+template void mean_cpu(float*, const std::vector<const float*>&, int64_t, int);
+template void mean_cpu(double*, const std::vector<const double*>&, int64_t, int);
+template double square_sum_cpu(const float*, int64_t, int);
+template double square_sum_cpu(const double*, int64_t, int);
+
+}  // namespace fusedshard

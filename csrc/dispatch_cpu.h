@@ -1,0 +1,33 @@
+// Entry points of the CPU kernels: pick the instruction set, prepare the runs, finish the sums.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+
+namespace fusedshard {
+
+// Names of the variants that this build holds and this processor can run, best last.
+std::vector<std::string> cpu_variants();
+
+// The variant in use. FUSEDSHARD_CPU_ISA names another one at load time.
+std::string cpu_variant();
+
+// Throws std::invalid_argument when the variant is not among cpu_variants().
+void set_cpu_variant(const std::string& name);
+
+template <typename T>
+void adam_cpu(const AdamArrays<T>& arrays, const Segment* segments, int64_t segment_count,
+              const std::vector<Group>& groups, double grad_scale, int threads);
+
+template <typename T>
+void mean_cpu(T* out, const std::vector<const T*>& chunks, int64_t length, int threads);
+
+template <typename T>
+double square_sum_cpu(const T* x, int64_t length, int threads);
+
+void roofline_cpu(float* p, const float* g, float* m, float* v, int64_t length, int threads);
+
+}  // namespace fusedshard

@@ -1,0 +1,196 @@
+// The CPU loops. CMake compiles this file once for each instruction set, with FUSEDSHARD_ISA set
+// to its name; dispatch_cpu.cpp picks one at run time. Plain loops that the compiler vectorizes:
+// the arithmetic is element-wise IEEE without contraction, so every variant gives the same bits.
+//
+// No function of the C++ library that could be emitted out of line may be used here (see adam.h).
+#include <omp.h>
+
+#include "kernels.h"
+
+#if defined(__AVX512F__)
+#define FUSEDSHARD_SUPPORTED                                                  \
+  (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") && \
+   __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl"))
+#elif defined(__AVX2__)
+#define FUSEDSHARD_SUPPORTED __builtin_cpu_supports("avx2")
+#else
+#define FUSEDSHARD_SUPPORTED true
+#endif
+
+#define FUSEDSHARD_STRING(x) FUSEDSHARD_STRING_(x)
+#define FUSEDSHARD_STRING_(x) #x
+#define FUSEDSHARD_CONCAT(a, b) FUSEDSHARD_CONCAT_(a, b)
+#define FUSEDSHARD_CONCAT_(a, b) a##b
+
+namespace fusedshard {
+namespace {
+
+// Below this many elements waking threads costs more than it saves.
+constexpr int64_t kParallelGrain = 1 << 15;
+// Threads meet at multiples of a cache line of the widest type, never within one.
+constexpr int64_t kThreadAlign = 64;
+
+inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+
+inline int useful_threads(int64_t elements, int threads) {
+  const int64_t useful = larger(1, elements / kParallelGrain);
+  return static_cast<int>(smaller(useful, larger(1, threads)));
+}
+
+// Element where part `index` of `parts` of [0, length) begins.
+inline int64_t cut(int64_t length, int index, int parts) {
+  if (index == parts) return length;
+  const int64_t even = length / parts * index;
+  return even - even % kThreadAlign;
+}
+
+template <typename T, bool kDecoupled, bool kAmsgrad, bool kMaximize>
+void adam_loop(T* __restrict p, const T* __restrict g, T* __restrict m, T* __restrict v,
+               T* __restrict vmax, int64_t length, const AdamScalars<T>& scalars) {
+  const AdamScalars<T> s = scalars;
+  for (int64_t i = 0; i < length; ++i) {
+    adam_element<T, kDecoupled, kAmsgrad, kMaximize>(p[i], g[i], m[i], v[i],
+                                                     kAmsgrad ? vmax + i : nullptr, s);
+  }
+}
+
+template <typename T>
+using AdamLoop = void (*)(T*, const T*, T*, T*, T*, int64_t, const AdamScalars<T>&);
+
+template <typename T>
+AdamLoop<T> choose_loop(const Group& group) {
+  static constexpr AdamLoop<T> table[2][2][2] = {
+      {{adam_loop<T, false, false, false>, adam_loop<T, false, false, true>},
+       {adam_loop<T, false, true, false>, adam_loop<T, false, true, true>}},
+      {{adam_loop<T, true, false, false>, adam_loop<T, true, false, true>},
+       {adam_loop<T, true, true, false>, adam_loop<T, true, true, true>}}};
+  return table[decays_weight(group)][group.amsgrad][group.maximize];
+}
+
+template <typename T>
+void adam_range(const AdamArrays<T>& a, const Run<T>& run, int64_t from, int64_t to) {
+  const int64_t at = run.start + from;
+  T* vmax = run.group->amsgrad ? a.max_exp_avg_sq + at : nullptr;
+  choose_loop<T> (*run.group)(a.param + at, run.grad + from, a.exp_avg + at, a.exp_avg_sq + at,
+                              vmax, to - from, run.scalars);
+}
+
+// Each thread takes one stretch of the runs laid end to end, whatever their number and lengths.
+template <typename T>
+void adam(const AdamArrays<T>& arrays, const Run<T>* runs, int64_t run_count, int threads) {
+  int64_t total = 0;
+  for (int64_t r = 0; r < run_count; ++r) total += runs[r].length;
+  const int parts = useful_threads(total, threads);
+#pragma omp parallel num_threads(parts) if (parts > 1)
+  {
+    const int part = omp_get_thread_num();
+    const int64_t begin = cut(total, part, omp_get_num_threads());
+    const int64_t end = cut(total, part + 1, omp_get_num_threads());
+    int64_t before = 0;
+    for (int64_t r = 0; r < run_count && before < end; ++r) {
+      const int64_t from = larger(begin - before, 0);
+      const int64_t to = smaller(end - before, runs[r].length);
+      if (from < to) adam_range(arrays, runs[r], from, to);
+      before += runs[r].length;
+    }
+  }
+}
+
+// Summed in pieces that stay in the first-level cache, so that each chunk is read once from
+// memory and the result is written once. Buffered, since `out` may be one of the chunks.
+template <typename T>
+void mean_range(T* out, const T* const* chunks, int n, int64_t begin, int64_t end) {
+  constexpr int64_t kPiece = 1024;
+  alignas(64) T sum[kPiece];
+  const T divisor = static_cast<T>(n);
+  for (int64_t at = begin; at < end; at += kPiece) {
+    const int64_t length = smaller(kPiece, end - at);
+    for (int64_t i = 0; i < length; ++i) sum[i] = chunks[0][at + i];
+    for (int c = 1; c < n; ++c) {
+      const T* chunk = chunks[c] + at;
+      for (int64_t i = 0; i < length; ++i) sum[i] += chunk[i];
+    }
+    for (int64_t i = 0; i < length; ++i) out[at + i] = sum[i] / divisor;
+  }
+}
+
+template <typename T>
+void mean(T* out, const T* const* chunks, int n, int64_t length, int threads) {
+  const int parts = useful_threads(length, threads);
+#pragma omp parallel num_threads(parts) if (parts > 1)
+  {
+    const int part = omp_get_thread_num();
+    mean_range(out, chunks, n, cut(length, part, omp_get_num_threads()),
+               cut(length, part + 1, omp_get_num_threads()));
+  }
+}
+
+// A block's elements go round the lanes, then the lanes fold in halves.
+template <typename T>
+double square_block(const T* x, int64_t length) {
+  double lanes[kNormLanes] = {};
+  int64_t i = 0;
+  for (; i + kNormLanes <= length; i += kNormLanes) {
+    for (int lane = 0; lane < kNormLanes; ++lane) {
+      const double value = x[i + lane];
+      lanes[lane] += value * value;
+    }
+  }
+  for (int lane = 0; i + lane < length; ++lane) {
+    const double value = x[i + lane];
+    lanes[lane] += value * value;
+  }
+  for (int half = kNormLanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  }
+  return lanes[0];
+}
+
+template <typename T>
+void square_partials(double* partials, const T* x, int64_t length, int threads) {
+  const int64_t blocks = (length + kNormBlock - 1) / kNormBlock;
+  const int parts = useful_threads(length, threads);
+#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
+  for (int64_t b = 0; b < blocks; ++b) {
+    const int64_t at = b * kNormBlock;
+    partials[b] = square_block(x + at, smaller(kNormBlock, length - at));
+  }
+}
+
+void roofline_range(float* __restrict p, const float* __restrict g, float* __restrict m,
+                    float* __restrict v, int64_t length) {
+  for (int64_t i = 0; i < length; ++i) {
+    p[i] += g[i];
+    m[i] += g[i];
+    v[i] += g[i];
+  }
+}
+
+void roofline(float* p, const float* g, float* m, float* v, int64_t length, int threads) {
+  const int parts = useful_threads(length, threads);
+#pragma omp parallel num_threads(parts) if (parts > 1)
+  {
+    const int64_t at = cut(length, omp_get_thread_num(), omp_get_num_threads());
+    const int64_t end = cut(length, omp_get_thread_num() + 1, omp_get_num_threads());
+    roofline_range(p + at, g + at, m + at, v + at, end - at);
+  }
+}
+
+bool supported() { return FUSEDSHARD_SUPPORTED; }
+
+}  // namespace
+
+extern const CpuKernels FUSEDSHARD_CONCAT(cpu_kernels_, FUSEDSHARD_ISA);
+const CpuKernels FUSEDSHARD_CONCAT(cpu_kernels_, FUSEDSHARD_ISA) = {
+    FUSEDSHARD_STRING(FUSEDSHARD_ISA),
+    supported,
+    adam<float>,
+    adam<double>,
+    mean<float>,
+    mean<double>,
+    square_partials<float>,
+    square_partials<double>,
+    roofline};
+
+}  // namespace fusedshard

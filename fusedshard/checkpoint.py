@@ -1,0 +1,94 @@
+"""State dicts in torch.optim.Adam's format, from and to the flat moments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusedshard.comm import Communicator
+from fusedshard.flat import FlatBuffer, view_as_param
+from fusedshard.kernels import flat_memory
+from fusedshard.params import in_storage_order, parameter_labels
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+def full_moments(
+    flats: Sequence[FlatBuffer], params: Sequence[torch.Tensor], comm: Communicator
+) -> dict[int, dict[str, torch.Tensor]]:
+    """Every parameter's moments, whole, as copies with the parameter's shape and strides.
+
+    Collective where the moments are sharded. At most one flat buffer is held beside the result.
+    """
+    moments: dict[int, dict[str, torch.Tensor]] = {}
+    for flat in flats:
+        for name, owned in flat.owned_moments().items():
+            whole = owned if flat.owners == 1 else _gather(flat, owned, comm)
+            for slot in flat.layout.slots:
+                view = view_as_param(whole, slot, params[slot.param])
+                moments.setdefault(slot.param, {})[name] = view.clone()
+    return moments
+
+
+def store_moments(
+    flat: FlatBuffer, params: Sequence[torch.Tensor], state: Mapping[int, Mapping[str, Any]]
+) -> None:
+    """Overwrite the owned moments of a flat buffer by ``state`` (parameter index to whole
+    tensors of the parameter's shape); parameters that are not in it get zeros."""
+    for name, owned in flat.owned_moments().items():
+        owned.zero_()
+        for slot in flat.layout.slots:
+            if name not in state.get(slot.param, {}):
+                continue
+            param = params[slot.param]
+            whole = torch.empty_strided(param.size(), param.stride(), dtype=flat.dtype)
+            whole.copy_(state[slot.param][name])
+            source = in_storage_order(whole)
+            for piece in flat.pieces.get(slot.param, []):
+                stretch = source.narrow(0, piece.param_start, piece.length)
+                owned.narrow(0, piece.owned_start, piece.length).copy_(stretch)
+
+
+def check_fits(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError, naming the group or parameter, where a state dict cannot be loaded."""
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(groups):
+        raise ValueError(
+            f"param_groups: got {len(saved_groups)} in the state dict, wanted {len(groups)}"
+        )
+    labels = iter(parameter_labels(groups))
+    for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"group {number}: got {len(saved['params'])} parameters in the state dict, "
+                f"wanted {len(group['params'])}"
+            )
+        for key, param in zip(saved["params"], group["params"], strict=True):
+            _check_state(next(labels), state_dict["state"].get(key), param, group["amsgrad"])
+
+
+def _check_state(
+    label: str, state: Mapping[str, Any] | None, param: torch.Tensor, amsgrad: bool
+) -> None:
+    if not state:
+        return
+    for name in ("step", *(MOMENTS if amsgrad else MOMENTS[:2])):
+        if name not in state:
+            raise ValueError(f"{label}: {name} is missing in the state dict")
+    for name in MOMENTS:
+        if name in state and state[name].shape != param.shape:
+            raise ValueError(
+                f"{label}: {name} has shape {tuple(state[name].shape)} in the state dict, "
+                f"wanted {tuple(param.shape)}"
+            )
+
+
+def _gather(flat: FlatBuffer, owned: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    whole = flat_memory(flat.layout.numel, flat.dtype)
+    for bucket in flat.layout.buckets:
+        mine = whole.narrow(0, bucket.shard_start(comm.rank), bucket.shard_numel)
+        mine.copy_(owned.narrow(0, bucket.start // flat.owners, bucket.shard_numel))
+        comm.all_gather_(whole.narrow(0, bucket.start, bucket.numel)).wait()
+    return whole

@@ -1,0 +1,239 @@
+"""What one step does: flat memory, averaged gradients, fused update, gathered parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusedshard import checkpoint, kernels
+from fusedshard.comm import Communicator
+from fusedshard.flat import FlatBuffer
+from fusedshard.gradients import GradientReducer
+from fusedshard.kernels import GroupScalars
+from fusedshard.layout import Layout, build_layout
+from fusedshard.options import ParallelOptions
+from fusedshard.params import dense_gradient, iterate_params, parameter_labels, spec_of
+
+
+class Engine:
+    """The machinery below `fusedshard.Adam`, without hyperparameters and torch's bookkeeping.
+
+    Parameters are known by their number in the order of the param groups. All methods that move
+    data between ranks are collective, and say so.
+    """
+
+    def __init__(self, comm: Communicator, options: ParallelOptions) -> None:
+        self.comm = comm
+        self.params: list[torch.nn.Parameter] = []
+        self.steps = torch.zeros(0, dtype=torch.int64)
+        self.step_mirror = torch.zeros(0, dtype=torch.float32)
+        self._options = options
+        self._sharded = options.mode == "sharded"
+        # Whether gradients must be averaged here, and parameters gathered.
+        self._reduces = comm.world_size > 1 and options.grad_sync == "step"
+        self.holds_shards = comm.world_size > 1 and self._sharded
+        self._reducer = GradientReducer(comm, ordered=options.ordered)
+        self._flats: list[FlatBuffer] = []
+        self._adopted: set[int] = set()
+
+    # -- parameters ----------------------------------------------------------------------------
+
+    def admit(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Number all parameters, and take those that train into flat memory. Collective."""
+        self.params = iterate_params(groups)
+        self._labels = parameter_labels(groups)
+        group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
+        self._group_of = torch.tensor(group_of, dtype=torch.int64)
+        new = len(self.params) - len(self.steps)
+        self.set_steps(torch.cat([self.steps, torch.zeros(new, dtype=torch.int64)]))
+        self._adopt([index for index, p in enumerate(self.params) if p.requires_grad])
+
+    def set_steps(self, steps: torch.Tensor) -> None:
+        """Replace the step counts (int64, one a parameter) and their fp32 mirror."""
+        self.steps = steps
+        self.step_mirror = steps.to(torch.float32)
+
+    def _adopt(self, indices: Sequence[int]) -> None:
+        """Re-home parameters that are not yet in flat memory. Collective.
+
+        Frozen parameters stay outside, without moments, until some rank has a gradient of them.
+        """
+        new = [index for index in indices if index not in self._adopted]
+        self._adopted.update(new)
+        specs = [spec_of(index, self.params[index]) for index in new]
+        layout = build_layout(specs, self.comm.world_size, self._options.bucket_cap_bytes)
+        keep_reduced = self._sharded and self._reduces
+        for flat_layout in layout.flats:
+            flat = FlatBuffer(
+                flat_layout, self.comm, sharded=self._sharded, keep_reduced=keep_reduced
+            )
+            flat.adopt(self.params, self.comm)
+            self._flats.append(flat)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.comm.world_size, tuple(flat.layout for flat in self._flats))
+
+    def memory(self) -> dict[str, int]:
+        flats, lanes = self._flats, self._reducer.lanes
+        return {
+            "parameters": sum(flat.param.nbytes for flat in flats),
+            "moments": sum(m.nbytes for flat in flats for m in flat.owned_moments().values()),
+            "reduced": sum(flat.reduced.nbytes for flat in flats if flat.reduced is not None),
+            "send": sum(lane.nbytes("send") for lane in lanes),
+            "receive": sum(lane.nbytes("receive") for lane in lanes),
+        }
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def average_gradients(self) -> tuple[list[torch.Tensor | None], list[int]]:
+        """Average the gradients over the ranks. Collective.
+
+        Returns:
+            This rank's gradients, dense and in storage order, averaged unless this rank keeps
+            the mean of its shards elsewhere; and for each parameter 1 if any rank has a gradient
+            of it, else 0.
+
+        Raises:
+            RuntimeError: on every rank, with nothing changed, if one of them has an error.
+        """
+        grads, error = self._local_gradients()
+        fresh = self._reduce(self._flats, grads)
+        used = self._agree_on_use(grads, error)
+        late = [i for i, is_used in enumerate(used) if is_used and i not in self._adopted]
+        if late:
+            known = len(self._flats)
+            self._adopt(late)
+            fresh |= self._reduce(self._flats[known:], grads)
+        for index, grad in fresh.items():
+            if used[index]:
+                self.params[index].grad = grads[index] = grad
+        return grads, used
+
+    def update(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        used: Sequence[int],
+        groups: Sequence[GroupScalars],
+    ) -> None:
+        """Update what this rank owns of the used parameters, and gather the rest. Collective."""
+        active = torch.tensor(used, dtype=torch.int64)
+        self.steps += active
+        self.step_mirror.copy_(self.steps)
+        addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
+        address_of = torch.tensor(addresses, dtype=torch.int64)
+        pending = []
+        for flat in self._flats:
+            if any(group.amsgrad for group in groups):
+                flat.ensure_max_exp_avg_sq()
+            for bucket in flat.buckets:
+                if not any(used[segment.param] for segment in bucket.segments):
+                    continue
+                with self.comm.stats.phase("update"):
+                    if bucket.reduced is None:
+                        bucket.table.point_at_params(address_of)
+                    bucket.table.refresh(active, self.steps, self._group_of)
+                    kernels.adam_(bucket.state, bucket.table, groups)
+                if self.holds_shards:
+                    pending.append(self.comm.all_gather_(bucket.param))
+        with self.comm.stats.phase("gather"):
+            for gather in pending:
+                gather.wait()
+        # The kernels wrote through raw pointers, which autograd does not see.
+        changed = [self.params[index] for index, is_used in enumerate(used) if is_used]
+        torch.autograd.graph.increment_version(changed)
+
+    def _local_gradients(self) -> tuple[list[torch.Tensor | None], RuntimeError | None]:
+        """This rank's gradients and what is wrong with them.
+
+        With an error there are none: this rank still takes part in the exchange, since the
+        others learn of the error only after it.
+        """
+        try:
+            self._check_homes()
+            labelled = zip(self._labels, self.params, strict=True)
+            return [dense_gradient(label, param) for label, param in labelled], None
+        except RuntimeError as error:
+            return [None] * len(self.params), error
+
+    def _check_homes(self) -> None:
+        for flat in self._flats:
+            base, itemsize = flat.param.data_ptr(), flat.layout.itemsize
+            for slot in flat.layout.slots:
+                param = self.params[slot.param]
+                if param.data_ptr() != base + slot.start * itemsize or param.dtype != flat.dtype:
+                    raise RuntimeError(
+                        f"{self._labels[slot.param]}: moved or cast after the optimizer was built "
+                        f"(now {param.dtype} on {param.device}, wanted its place in the flat "
+                        "buffer): build the optimizer after model.to(...), and copy into a "
+                        "parameter instead of replacing p.data"
+                    )
+
+    def _reduce(
+        self, flats: Sequence[FlatBuffer], grads: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
+        """Average the gradients of some flat buffers. Collective. Returns, in replicated mode,
+        the means of those parameters that only other ranks may have a gradient of."""
+        if not self._reduces:
+            return {}
+        with self.comm.stats.phase("exchange"):
+            if self._sharded:
+                self._reducer.reduce_to_shards(flats, grads)
+                return {}
+            fresh = self._reducer.reduce_to_params(flats, grads, self.params)
+            for param, grad in zip(self.params, grads, strict=True):
+                if grad is not None and grad is not param.grad:
+                    param.grad.copy_(grad)  # type: ignore[union-attr]
+            return fresh
+
+    def _agree_on_use(
+        self, grads: Sequence[torch.Tensor | None], error: RuntimeError | None
+    ) -> list[int]:
+        """Which parameters have a gradient on any rank: 0 or 1 for each. Collective.
+
+        The one small all-gather of a step. It also says whether a rank has an error, and then
+        every rank raises.
+        """
+        if self.comm.world_size == 1:
+            if error is not None:
+                raise error
+            return [int(grad is not None) for grad in grads]
+        with self.comm.stats.phase("status"):
+            row = [error is not None, *(grad is not None for grad in grads)]
+            rows = self.comm.gather_rows(torch.tensor(row, dtype=torch.uint8))
+            failed, *used = rows.amax(dim=0).tolist()
+            if failed:
+                self.comm.raise_everywhere(error)
+            return used
+
+    # -- moments -------------------------------------------------------------------------------
+
+    def visible_state(self, indices: set[int]) -> dict[int, dict[str, torch.Tensor]]:
+        """Views of step and moments of some parameters: whole where this rank has all of them,
+        else this rank's piece."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for flat in self._flats:
+            names = flat.owned_moments()
+            for slot in flat.layout.slots:
+                if slot.param in indices:
+                    param = self.params[slot.param]
+                    state[slot.param] = {n: flat.moment_view(n, slot, param) for n in names}
+        for index in indices - state.keys():  # empty parameters have no place in flat memory
+            state[index] = {n: torch.zeros_like(self.params[index]) for n in checkpoint.MOMENTS}
+        return {i: {"step": self.step_mirror[i], **moments} for i, moments in state.items()}
+
+    def full_moments(self) -> dict[int, dict[str, torch.Tensor]]:
+        """Copies of all parameters' moments, whole. Collective."""
+        return checkpoint.full_moments(self._flats, self.params, self.comm)
+
+    def load(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace steps and moments by ``state``, and by zero where it has nothing. Collective."""
+        self._adopt(sorted(state))
+        for flat in self._flats:
+            if any("max_exp_avg_sq" in values for values in state.values()):
+                flat.ensure_max_exp_avg_sq()
+            checkpoint.store_moments(flat, self.params, state)
+        steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self.params))]
+        self.set_steps(torch.tensor(steps, dtype=torch.int64))

@@ -1,0 +1,210 @@
+"""From every rank's own gradients to their mean: packing, exchange, and where the mean goes.
+
+::
+
+    p.grad of each parameter --pack--> send lane --exchange--> N chunks --mean--> destination
+
+The wire buffer is never ``p.grad`` itself. Two lanes take turns: bucket i is finished before
+bucket i+2 is packed, so memory stays bounded and one exchange runs while the next is packed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fusedshard import kernels
+from fusedshard.comm import Communicator, Pending
+from fusedshard.flat import BucketMemory, FlatBuffer
+from fusedshard.layout import Segment
+from fusedshard.params import in_storage_order
+
+LANES = 2
+
+
+@dataclass
+class Lane:
+    """A send and a receive buffer, grown to the largest bucket they have carried."""
+
+    memory: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        if name not in self.memory or self.memory[name].numel() < nbytes:
+            self.memory[name] = kernels.flat_memory(nbytes, torch.uint8)
+        return self.memory[name][:nbytes].view(dtype)
+
+    def nbytes(self, name: str) -> int:
+        return self.memory[name].numel() if name in self.memory else 0
+
+
+@dataclass
+class InFlight:
+    """A bucket whose exchange was started."""
+
+    flat: FlatBuffer
+    bucket: BucketMemory
+    send: torch.Tensor
+    chunks: list[torch.Tensor]
+    pending: Pending
+
+
+class GradientReducer:
+    """Averages gradients over the ranks of a group.
+
+    Args:
+        comm: the group.
+        ordered: True: the mean is ``(g_0 + g_1 + ...) / N``, added in rank order by our kernel,
+            so it depends neither on the bucket size nor on the backend. False: the backend's
+            ReduceScatter or AllReduce adds, in an order of its own.
+    """
+
+    def __init__(self, comm: Communicator, *, ordered: bool) -> None:
+        self._comm = comm
+        self._ordered = ordered
+        self.lanes = [Lane() for _ in range(LANES)]
+
+    def reduce_to_shards(
+        self, flats: Sequence[FlatBuffer], grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Leave the mean of what this rank owns in each bucket's ``reduced``.
+
+        Args:
+            flats: flat buffers that keep a ``reduced`` array.
+            grads: this rank's gradient of each parameter, dense in the parameter's storage
+                order; None counts as zero.
+        """
+        self._run(flats, grads, self._start_shard, self._finish_shard)
+
+    def reduce_to_params(
+        self,
+        flats: Sequence[FlatBuffer],
+        grads: Sequence[torch.Tensor | None],
+        params: Sequence[torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """Overwrite each gradient by the mean, as DDP does.
+
+        Returns:
+            For each parameter without a gradient here: the mean of what other ranks have.
+        """
+        fresh: dict[int, torch.Tensor] = {}
+
+        def finish(flight: InFlight) -> None:
+            self._finish_full(flight, grads, params, fresh)
+
+        self._run(flats, grads, self._start_full, finish)
+        return fresh
+
+    def _run(
+        self,
+        flats: Sequence[FlatBuffer],
+        grads: Sequence[torch.Tensor | None],
+        start: Callable[[InFlight, Lane], None],
+        finish: Callable[[InFlight], None],
+    ) -> None:
+        flights: deque[InFlight] = deque()
+        buckets = [(flat, bucket) for flat in flats for bucket in flat.buckets]
+        for index, (flat, bucket) in enumerate(buckets):
+            if len(flights) == LANES:
+                finish(flights.popleft())
+            lane = self.lanes[index % LANES]
+            flight = self._pack(flat, bucket, lane, grads)
+            start(flight, lane)
+            flights.append(flight)
+        while flights:
+            finish(flights.popleft())
+
+    def _pack(
+        self,
+        flat: FlatBuffer,
+        bucket: BucketMemory,
+        lane: Lane,
+        grads: Sequence[torch.Tensor | None],
+    ) -> InFlight:
+        send = lane.buffer("send", bucket.layout.numel, flat.dtype)
+        targets, sources, packed = [], [], 0
+        for segment in bucket.segments:
+            grad = grads[segment.param]
+            if grad is None:
+                continue
+            if packed < segment.shard_start:
+                send[packed : segment.shard_start].zero_()
+            packed = segment.shard_start + segment.length
+            targets.append(send[segment.shard_start : packed])
+            sources.append(_stretch(grad, segment))
+        send[packed:].zero_()
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return InFlight(flat, bucket, send, [], Pending())
+
+    def _start_shard(self, flight: InFlight, lane: Lane) -> None:
+        if self._ordered:
+            self._start_exchange(flight, lane)
+        else:
+            assert flight.bucket.reduced is not None
+            flight.pending = self._comm.reduce_scatter(flight.send, flight.bucket.reduced)
+
+    def _finish_shard(self, flight: InFlight) -> None:
+        flight.pending.wait()
+        reduced = flight.bucket.reduced
+        assert reduced is not None
+        if self._ordered:
+            kernels.mean_(reduced, flight.chunks)
+        else:
+            reduced.div_(self._comm.world_size)
+
+    def _start_full(self, flight: InFlight, lane: Lane) -> None:
+        if self._ordered:
+            self._start_exchange(flight, lane)
+        else:
+            flight.pending = self._comm.all_reduce_(flight.send)
+
+    def _finish_full(
+        self,
+        flight: InFlight,
+        grads: Sequence[torch.Tensor | None],
+        params: Sequence[torch.Tensor],
+        fresh: dict[int, torch.Tensor],
+    ) -> None:
+        flight.pending.wait()
+        send = flight.send
+        if self._ordered:
+            # All sends are done, so the buffer can take the mean and be gathered in place.
+            own = send.split(send.numel() // self._comm.world_size)[self._comm.rank]
+            kernels.mean_(own, flight.chunks)
+            self._comm.all_gather_(send).wait()
+        else:
+            send.div_(self._comm.world_size)
+        _unpack(flight, grads, params, fresh)
+
+    def _start_exchange(self, flight: InFlight, lane: Lane) -> None:
+        shard = flight.bucket.layout.shard_numel
+        receive = lane.buffer("receive", shard * (self._comm.world_size - 1), flight.flat.dtype)
+        flight.chunks, flight.pending = self._comm.exchange_chunks(flight.send, receive)
+
+
+def _unpack(
+    flight: InFlight,
+    grads: Sequence[torch.Tensor | None],
+    params: Sequence[torch.Tensor],
+    fresh: dict[int, torch.Tensor],
+) -> None:
+    targets, sources = [], []
+    for segment in flight.bucket.segments:
+        grad = grads[segment.param]
+        if grad is None:
+            if segment.param not in fresh:
+                fresh[segment.param] = torch.zeros_like(params[segment.param])
+            grad = fresh[segment.param]
+        targets.append(_stretch(grad, segment))
+        stop = segment.shard_start + segment.length
+        sources.append(flight.send[segment.shard_start : stop])
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def _stretch(grad: torch.Tensor, segment: Segment) -> torch.Tensor:
+    return in_storage_order(grad).narrow(0, segment.param_start, segment.length)

@@ -1,0 +1,84 @@
+"""Checked arguments of the optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fusedshard.params import check_params
+
+MODES = ("sharded", "replicated")
+REDUCTIONS = ("auto", "ordered", "backend")
+GRAD_SYNCS = ("step", "external")
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """How the work is shared between ranks; the arguments that torch's optimizers lack."""
+
+    mode: str
+    process_group: dist.ProcessGroup | None
+    reduction: str
+    grad_sync: str
+    bucket_cap_mb: float
+
+    def check(self) -> None:
+        """Raise ValueError for a value that is not among the allowed ones."""
+        _check_choice("mode", self.mode, MODES)
+        _check_choice("reduction", self.reduction, REDUCTIONS)
+        _check_choice("grad_sync", self.grad_sync, GRAD_SYNCS)
+        if not 0 < self.bucket_cap_mb < float("inf"):
+            raise ValueError(f"bucket_cap_mb: got {self.bucket_cap_mb}, wanted above 0 and finite")
+
+    @property
+    def ordered(self) -> bool:
+        """Whether our kernel adds the ranks' gradients; "auto" means so on gloo."""
+        return self.reduction != "backend"
+
+    @property
+    def bucket_cap_bytes(self) -> int:
+        return max(1, int(self.bucket_cap_mb * 1024 * 1024))
+
+    def described(self) -> dict[str, Any]:
+        """What must be the same on every rank."""
+        return {
+            "mode": self.mode,
+            "reduction": self.reduction,
+            "grad_sync": self.grad_sync,
+            "bucket_cap_mb": self.bucket_cap_mb,
+        }
+
+
+def check_hyperparameters(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for values that torch.optim.Adam refuses, in its words."""
+    lr, betas = group["lr"], group["betas"]
+    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+        raise ValueError(f"lr: got a tensor of shape {tuple(lr.shape)}, wanted one element")
+    if not lr >= 0.0:  # also refuses NaN
+        raise ValueError(f"Invalid learning rate: {lr}")
+    if not group["eps"] >= 0.0:
+        raise ValueError(f"Invalid epsilon value: {group['eps']}")
+    for index, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if not group["weight_decay"] >= 0.0:
+        raise ValueError(f"Invalid weight_decay value: {group['weight_decay']}")
+    if group["differentiable"]:
+        raise ValueError("differentiable: got True, wanted False: the fused update has no gradient")
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
+    """Raise ValueError or TypeError for param groups that cannot be taken; their parameters are
+    numbered from ``first`` in messages."""
+    for group in groups:
+        check_hyperparameters(group)
+    check_params(groups, first)
+
+
+def _check_choice(name: str, got: str, allowed: tuple[str, ...]) -> None:
+    if got not in allowed:
+        raise ValueError(f"{name}: got {got!r}, wanted one of {', '.join(map(repr, allowed))}")

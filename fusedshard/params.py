@@ -1,0 +1,97 @@
+"""What the optimizer asks of a parameter and of its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusedshard.kernels import SUPPORTED_DTYPES
+from fusedshard.layout import ParamSpec
+
+
+def reject_sets(params: Any) -> Any:
+    """Raise TypeError for a set of parameters: each process would iterate it in its own order."""
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("params: got a set, whose order differs between processes; wanted a list")
+    return params
+
+
+def iterate_params(groups: Iterable[Mapping[str, Any]]) -> list[torch.nn.Parameter]:
+    """The parameters of param groups, in the order in which torch numbers them."""
+    return [param for group in groups for param in group["params"]]
+
+
+def parameter_labels(groups: Iterable[Mapping[str, Any]], first: int = 0) -> list[str]:
+    """A name for each parameter, for messages: its number, counted from ``first``, and its own
+    name where the optimizer was given one."""
+    names: list[str | None] = []
+    for group in groups:
+        names += group.get("param_names") or [None] * len(group["params"])
+    return [
+        f"parameter {index}" + (f" ({name!r})" if name else "")
+        for index, name in enumerate(names, first)
+    ]
+
+
+def check_params(groups: Sequence[Mapping[str, Any]], first: int) -> None:
+    """Raise TypeError or ValueError, naming the parameter, for one that cannot be re-homed."""
+    labels = parameter_labels(groups, first)
+    seen: set[torch.nn.Parameter] = set()
+    for label, param in zip(labels, iterate_params(groups), strict=True):
+        if param.device.type != "cpu":
+            raise ValueError(f"{label}: got a parameter on {param.device}, wanted cpu")
+        if param.dtype not in SUPPORTED_DTYPES:
+            wanted = " or ".join(map(str, SUPPORTED_DTYPES))
+            raise TypeError(f"{label}: got {param.dtype}, wanted {wanted}")
+        if not is_dense(param):
+            raise ValueError(
+                f"{label}: got shape {tuple(param.shape)} with strides {param.stride()}, wanted "
+                "elements that fill their memory without gaps or overlaps: pass a contiguous copy"
+            )
+        if param in seen:
+            raise ValueError(f"{label}: got the same parameter twice in one group, wanted it once")
+        seen.add(param)
+
+
+def spec_of(index: int, param: torch.Tensor) -> ParamSpec:
+    """What the layout needs to know of parameter ``index``."""
+    kind = f"{str(param.dtype).removeprefix('torch.')}@{param.device}"
+    return ParamSpec(index, param.numel(), kind, param.element_size())
+
+
+def dense_gradient(label: str, param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient in the parameter's storage order: ``p.grad`` itself where its strides allow
+    it, else a copy; None where there is none.
+
+    Raises:
+        RuntimeError: it is sparse.
+    """
+    grad = param.grad
+    if grad is None:
+        return None
+    if grad.layout != torch.strided:
+        raise RuntimeError(
+            f"{label}: got a gradient of layout {grad.layout}, wanted a dense one: sparse "
+            "gradients are not supported (build the embedding with sparse=False)"
+        )
+    if grad.stride() == param.stride():
+        return grad
+    return torch.empty_strided(param.size(), param.stride(), dtype=grad.dtype).copy_(grad)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order."""
+    expected = 1
+    dims = [(s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n != 1]
+    for stride, size in sorted(dims):
+        if size > 0 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as one dimension, in the order in which its elements lie in memory."""
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())

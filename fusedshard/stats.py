@@ -1,0 +1,49 @@
+"""What a rank spent and sent: counters that tests, benchmarks and the demo read."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.profiler import record_function
+
+
+class Stats:
+    """Counters of one rank since construction or the last `reset`.
+
+    Attributes:
+        seconds: host time by phase: ``"exchange"`` (packing, sending and averaging gradients),
+            ``"status"`` (the small all-gather), ``"update"`` (the fused kernel), ``"gather"``
+            (waiting for parameters). Host time: work that a device still has to do when the call
+            returns is not in it.
+        calls: collectives by name.
+        sent_bytes: bytes this rank puts on the wire, by collective. The volume that the
+            algorithm needs, whatever the backend does below: for a buffer of B bytes on N ranks
+            (N-1)/N * B for an all-to-all, reduce-scatter or all-gather, twice that for an
+            all-reduce.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.calls: Counter[str] = Counter()
+        self.sent_bytes: Counter[str] = Counter()
+
+    def reset(self) -> None:
+        self.seconds.clear()
+        self.calls.clear()
+        self.sent_bytes.clear()
+
+    def count(self, name: str, sent_bytes: int) -> None:
+        """Note one collective."""
+        self.calls[name] += 1
+        self.sent_bytes[name] += sent_bytes
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to ``seconds[name]``, labelled for torch.profiler too."""
+        start = time.perf_counter()
+        with record_function(f"fusedshard.{name}"):
+            yield
+        self.seconds[name] += time.perf_counter() - start

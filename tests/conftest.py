@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+from ranks import RankPool
+
+# Rank processes on one machine talk over loopback, whatever its host name resolves to.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
+    """Persistent gloo ranks: ``ranks.run(world_size, function, *args)``."""
+    pool = RankPool(tmp_path_factory.mktemp("ranks"))
+    yield pool
+    pool.stop()

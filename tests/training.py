@@ -1,0 +1,117 @@
+"""Small jobs for multi-rank tests: the same gradients for ours and for the torch reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from ranks import Rank
+
+import fusedshard
+
+Shapes = Sequence[tuple[int, ...]]
+# One element, a vector shorter than a SIMD register, odd sizes, empty, 0-dim.
+AWKWARD: Shapes = [(1,), (7,), (17, 257), (0,), (3, 5), (), (2, 3, 4)]
+
+
+def make_params(
+    shapes: Shapes, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator, dtype=dtype)) for s in shapes]
+
+
+def gradient(param: torch.Tensor, step: int, index: int, rank: int) -> torch.Tensor:
+    """A gradient that differs for every step, parameter and rank."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + 1009 * index + rank)
+    return torch.randn(param.shape, generator=generator, dtype=param.dtype)
+
+
+def mean_gradient(param: torch.Tensor, step: int, index: int, world_size: int) -> torch.Tensor:
+    """The mean over ranks, added in rank order and divided once."""
+    total = gradient(param, step, index, 0)
+    for rank in range(1, world_size):
+        total = total + gradient(param, step, index, rank)
+    return total / world_size
+
+
+def train(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[torch.nn.Parameter],
+    steps: range,
+    grad: Callable[[torch.Tensor, int, int], torch.Tensor | None],
+) -> None:
+    for step in steps:
+        for index, param in enumerate(params):
+            param.grad = grad(param, step, index)
+        optimizer.step()
+
+
+def train_ours(
+    rank: Rank,
+    kind: str,
+    shapes: Shapes,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Parameters and full state after ``steps`` steps on this rank's own gradients."""
+    params = make_params(shapes, seed=rank.rank, dtype=dtype)  # rank 0's must win
+    optimizer = getattr(fusedshard, kind)(params, process_group=rank.group, **options)
+    train(optimizer, params, range(steps), lambda p, t, i: gradient(p, t, i, rank.rank))
+    return [p.detach().clone() for p in params], optimizer.full_state_dict()
+
+
+def train_reference(
+    world_size: int,
+    kind: str,
+    shapes: Shapes,
+    steps: int,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """The same in one process, with torch.optim and the mean gradients."""
+    params = make_params(shapes, dtype=dtype)
+    optimizer = getattr(torch.optim, kind)(params, **options)
+    train(optimizer, params, range(steps), lambda p, t, i: mean_gradient(p, t, i, world_size))
+    return [p.detach() for p in params], optimizer.state_dict()
+
+
+def assert_same_bits(a: Any, b: Any, what: str = "value") -> None:
+    """Equal to the bit, through lists and dicts of tensors."""
+    if isinstance(a, torch.Tensor):
+        assert a.shape == b.shape and a.dtype == b.dtype, what
+        assert torch.equal(a, b), f"{what}: differs by {(a - b).abs().max()}"
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), f"{what}: {a.keys()} against {b.keys()}"
+        for key in a:
+            assert_same_bits(a[key], b[key], f"{what}[{key!r}]")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), what
+        for index, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_same_bits(x, y, f"{what}[{index}]")
+    else:
+        assert a == b, f"{what}: {a!r} against {b!r}"
+
+
+def assert_close(
+    ours: tuple[list[torch.Tensor], dict[str, Any]],
+    reference: tuple[list[torch.Tensor], dict[str, Any]],
+    tolerance: float = 1e-6,
+) -> None:
+    """Parameters and moments within ``tolerance``, steps equal."""
+    for index, (a, b) in enumerate(zip(ours[0], reference[0], strict=True)):
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance, msg=f"parameter {index}")
+    states, expected = ours[1]["state"], reference[1]["state"]
+    assert states.keys() == expected.keys()
+    for index, state in states.items():
+        for name, value in expected[index].items():
+            torch.testing.assert_close(
+                state[name],
+                value,
+                rtol=0,
+                atol=0 if name == "step" else tolerance,
+                check_dtype=name != "step",
+                msg=f"{name} of parameter {index}",
+            )
