@@ -105,7 +105,7 @@ def test_names_are_used_in_messages(ranks: RankPool) -> None:
 
 def _named(rank: Rank) -> Any:
     model = torch.nn.Sequential(torch.nn.ReLU(), torch.nn.Linear(3, 5 + rank.rank))
-    named = [("1.bias", model[1].bias)]
+    named = [("1.bias", dict(model.named_parameters())["1.bias"])]
     with pytest.raises(ValueError) as caught:
         fusedshard.AdamW(named, process_group=rank.group)
     return "ValueError", str(caught.value)

@@ -13,6 +13,7 @@ from training import (
     assert_same_bits,
     gradient,
     make_params,
+    mean_gradient,
     train_ours,
     train_reference,
 )
@@ -32,7 +33,7 @@ def test_sharded_equals_replicated_and_torch(
     # The last two outgrow a bucket. With eps=1e-8 the smallest of 100,000 second moments turn a
     # rounding into 1e-6: torch's own fused and foreach differ by as much there.
     shapes = [*AWKWARD, (300, 301), (257, 511)] if eps == 1.0 else AWKWARD
-    hyper = {"lr": 1e-2, "eps": eps, "weight_decay": 0.1}
+    hyper: dict[str, Any] = {"lr": 1e-2, "eps": eps, "weight_decay": 0.1}
     sharded = ranks.run(world_size, _train, kind, shapes, hyper, "sharded")
     replicated = ranks.run(world_size, _train, kind, shapes, hyper, "replicated")
     for rank in range(world_size):
@@ -104,7 +105,7 @@ def test_num_10_mean_is_taken_once(ranks: RankPool, mode: str) -> None:
 
 def _num_10(rank: Rank, mode: str) -> tuple[float, float]:
     param = torch.nn.Parameter(torch.zeros(1))
-    options = {"lr": 1.0, "eps": 1.0, "mode": mode, "process_group": rank.group}
+    options: dict[str, Any] = {"lr": 1.0, "eps": 1.0, "mode": mode, "process_group": rank.group}
     optimizer = fusedshard.Adam([param], **options)
     param.grad = torch.tensor([[1.0], [2.0], [6.0]][rank.rank])
     optimizer.step()
@@ -146,8 +147,7 @@ def test_shp_04_and_05_groups_keep_their_own_values(ranks: RankPool, mode: str) 
     optimizer = torch.optim.AdamW(_param_groups(params))
     for step in range(5):
         for index, param in enumerate(params):
-            total = sum(gradient(param, step, index, rank) for rank in range(3))
-            param.grad = total / 3
+            param.grad = mean_gradient(param, step, index, 3)
         optimizer.step()
         optimizer.param_groups[1]["lr"] *= 0.5
         optimizer.param_groups[0]["weight_decay"] = 0.3
@@ -202,7 +202,7 @@ def _strided() -> list[torch.Tensor]:
 
 def _shp_06(rank: Rank, mode: str) -> Any:
     params = [torch.nn.Parameter(p) for p in _strided()]
-    options = {"lr": 0.1, "eps": 1.0, "mode": mode, "process_group": rank.group}
+    options: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "mode": mode, "process_group": rank.group}
     optimizer = fusedshard.AdamW(params, **options)
     for index, param in enumerate(params):
         grad = (rank.rank + 1.0) * torch.arange(param.numel()).view(param.shape)
