@@ -7,7 +7,7 @@
 namespace fusedshard {
 
 bool cuda_built();
-std::string cuda_architectures();  // as given to the compiler, separated by semicolons
+std::string cuda_architectures();  // in CMake's notation, separated by blanks
 int cuda_runtime_version();        // as cudaRuntimeGetVersion: 13000 for 13.0; 0 without CUDA
 std::string cuda_build_note();     // why the CUDA part was left out; empty where it was built
 

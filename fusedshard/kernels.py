@@ -98,6 +98,22 @@ class SegmentTable:
         self.rows[:, 5] = groups[self.params]
 
 
+def check_device(name: str, device: torch.device) -> None:
+    """Raise ValueError for a device that this build has no kernels for, and say what to do."""
+    if device.type == "cpu":
+        return
+    message = f"{name}: got device {device}, wanted cpu"
+    build = _C.cuda_build()
+    if device.type == "cuda" and not build["built"]:
+        message += (
+            f": the CUDA part was left out of this build ({build['note']}); rebuild with "
+            "CUDA_HOME set to a CUDA toolkit and FUSEDSHARD_CUDA=1"
+        )
+    elif device.type == "cuda":
+        message += ": this version of fusedshard updates parameters on the CPU only"
+    raise ValueError(message)
+
+
 def flat_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A zeroed 1-D CPU tensor of ``numel`` (at least 1) elements on huge pages, untouched yet:
     pages appear as they are written. torch's deterministic mode does not fill it."""
@@ -167,8 +183,7 @@ def square_sum(x: torch.Tensor) -> float:
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> None:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name}: got a tensor on {tensor.device}, wanted cpu")
+    check_device(name, tensor.device)
     if tensor.dtype != dtype or dtype not in _SUFFIX:
         wanted = dtype if dtype in _SUFFIX else " or ".join(map(str, _SUFFIX))
         raise TypeError(f"{name}: got {tensor.dtype}, wanted {wanted}")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fusedshard.kernels import SUPPORTED_DTYPES
+from fusedshard.kernels import SUPPORTED_DTYPES, check_device
 from fusedshard.layout import ParamSpec
 
 
@@ -40,8 +40,7 @@ def check_params(groups: Sequence[Mapping[str, Any]], first: int) -> None:
     labels = parameter_labels(groups, first)
     seen: set[torch.nn.Parameter] = set()
     for label, param in zip(labels, iterate_params(groups), strict=True):
-        if param.device.type != "cpu":
-            raise ValueError(f"{label}: got a parameter on {param.device}, wanted cpu")
+        check_device(label, param.device)
         if param.dtype not in SUPPORTED_DTYPES:
             wanted = " or ".join(map(str, SUPPORTED_DTYPES))
             raise TypeError(f"{label}: got {param.dtype}, wanted {wanted}")

@@ -197,7 +197,7 @@ def _shp_10(rank: Rank, two_groups: bool) -> Any:
 
 def test_a_device_without_kernels_is_refused() -> None:
     param = torch.nn.Parameter(torch.empty(3, device="meta"))
-    with pytest.raises(ValueError, match=r"parameter 0: got a parameter on meta, wanted cpu"):
+    with pytest.raises(ValueError, match=r"parameter 0: got device meta, wanted cpu"):
         fusedshard.AdamW([param])
 
 

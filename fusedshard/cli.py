@@ -1,0 +1,32 @@
+"""The `fusedshard` command."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+import fusedshard
+from fusedshard import demo
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="fusedshard", description="Sharded (ZeRO-1), fused Adam and AdamW for PyTorch."
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"fusedshard {fusedshard.__version__}"
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    demo.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (by default the process's own) and return its exit status."""
+    arguments = build_parser().parse_args(argv)
+    status: int = arguments.run(arguments)
+    return status
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

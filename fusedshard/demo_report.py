@@ -1,0 +1,293 @@
+"""What the demo found, in words, in a table and as files: pure functions of the ranks' numbers.
+
+report.json holds what `summarize` returns:
+
+=========================  =======================================================================
+fusedshard, torch, python  versions
+machine                    platform, cpu_variant (the kernels' instruction set), cores,
+                           threads_per_rank, backend
+settings                   the fields of `demo_train.Settings`
+seconds                    wall time of the training, from the start of the command
+parameters                 name and numel of each parameter, in the optimizer's order
+variants                   by "ddp", "replicated", "sharded", "mistake", see below
+sharded_vs_replicated      by name, a difference after the last step
+verdicts                   name, ok, text, measured of each verdict
+ok                         whether every verdict is what it must be
+=========================  =======================================================================
+
+A variant holds:
+
+=========================  =======================================================================
+loss                       nats a byte at each step, the mean over the ranks' batches
+ms                         by phase (total, forward_backward, exchange, update, gather): the
+                           median over ranks and steps, the first steps left out
+state_bytes                of exp_avg and exp_avg_sq, by rank
+wire_bytes                 sent in one step, by rank
+comparisons                after some steps (after_step), how much the ranks differ: by name
+                           (parameters, step, exp_avg, exp_avg_sq) the largest difference of any
+                           rank from rank 0. The moments are left out where they are sharded
+difference_from_ddp        of the parameters after the last step
+held, owned                by rank: elements of exp_avg by parameter; (parameter, start, stop) of
+                           what it owns
+buckets                    by bucket: (parameter, start, stop) of what it holds
+=========================  =======================================================================
+
+A difference is {identical: are all bits the same, max_abs, relative: the norm of the difference
+over that of the reference}. What is not a finite number is null in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import fusedshard
+from fusedshard import _C
+from fusedshard.demo_model import GPT
+from fusedshard.demo_train import UNTIMED_STEPS, Settings
+from fusedshard.demo_verdicts import Report, judge
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+PHASES = ("total", "forward_backward", "exchange", "update", "gather")
+PLAIN_WIDTH = 140  # columns where the output is no terminal: enough for the table in one piece
+DESCRIPTIONS = {
+    "ddp": "DistributedDataParallel + torch.optim.AdamW(fused=True)",
+    "replicated": 'fusedshard.AdamW(mode="replicated")',
+    "sharded": 'fusedshard.AdamW(mode="sharded")',
+    "mistake": "each rank steps on its own gradients, before any averaging",
+}
+
+
+def make_console() -> Console:
+    """A terminal as it is; elsewhere, wide enough for the table."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
+
+
+def headline(settings: Settings, text_bytes: int, threads: int) -> str:
+    numel = sum(parameter["numel"] for parameter in describe_parameters(settings))
+    lines = [
+        f"Training a byte-level GPT of {numel:,} parameters on {text_bytes / 1e6:.1f} MB of the "
+        f"standard library's sources, {settings.steps} steps, four times",
+        f"{settings.ranks} ranks on CPU over gloo, threads a rank: {threads}",
+        *(f"  {variant:10}  {text}" for variant, text in DESCRIPTIONS.items()),
+    ]
+    return "\n".join(lines)
+
+
+def describe_parameters(settings: Settings) -> list[dict[str, Any]]:
+    with torch.device("meta"):
+        model = GPT(settings.width, settings.depth, settings.heads, settings.context)
+    return [{"name": name, "numel": p.numel()} for name, p in model.named_parameters()]
+
+
+# -- numbers --------------------------------------------------------------------------------------
+
+
+def summarize(
+    settings: Settings, ranks: Sequence[dict[str, Any]], threads: int, seconds: float
+) -> Report:
+    """Bring together what `run_variants` returned on each rank, and judge it."""
+    report: Report = {
+        "fusedshard": fusedshard.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": {
+            "platform": platform.platform(),
+            "cpu_variant": _C.cpu_variant(),
+            "cores": len(os.sched_getaffinity(0)),
+            "threads_per_rank": threads,
+            "backend": "gloo",
+        },
+        "settings": asdict(settings),
+        "seconds": seconds,
+        "parameters": describe_parameters(settings),
+        "variants": {
+            variant: summarize_variant([rank["variants"][variant] for rank in ranks])
+            for variant in DESCRIPTIONS
+        },
+        "sharded_vs_replicated": {
+            name: worst(rank["sharded_vs_replicated"][name] for rank in ranks)
+            for name in ranks[0]["sharded_vs_replicated"]
+        },
+    }
+    report["verdicts"] = [asdict(verdict) for verdict in judge(report)]
+    report["ok"] = all(verdict["ok"] for verdict in report["verdicts"])
+    return report
+
+
+def summarize_variant(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One variant of all ranks."""
+    return {
+        "loss": [statistics.fmean(losses) for losses in zip(*each(ranks, "losses"), strict=True)],
+        "ms": {phase: median_ms(each(each(ranks, "seconds"), phase)) for phase in PHASES},
+        "state_bytes": each(ranks, "state_bytes"),
+        "wire_bytes": each(ranks, "wire_bytes"),
+        "comparisons": [
+            {"after_step": probes[0]["step"]}
+            | {
+                name: worst(probe["from_rank_0"][name] for probe in probes)
+                for name in probes[0]["from_rank_0"]
+            }
+            for probes in zip(*each(ranks, "probes"), strict=True)
+        ],
+        "difference_from_ddp": worst(each(ranks, "difference_from_ddp")),
+        "held": each(ranks, "held"),
+        "owned": each(ranks, "owned"),
+        "buckets": ranks[0]["buckets"],
+    }
+
+
+def each(rows: Iterable[dict[str, Any]], key: str) -> list[Any]:
+    return [row[key] for row in rows]
+
+
+def median_ms(seconds: Sequence[Sequence[float]]) -> float:
+    """Over ranks and steps, without the first steps where enough others are left."""
+    skipped = min(UNTIMED_STEPS, len(seconds[0]) - 1)
+    return 1e3 * statistics.median(spent for of_rank in seconds for spent in of_rank[skipped:])
+
+
+def worst(differences: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The largest of several differences; NaN is larger than any number."""
+    found = list(differences)
+    return {"identical": all(each(found, "identical"))} | {
+        key: max(each(found, key), key=lambda value: (math.isnan(value), value))
+        for key in ("max_abs", "relative")
+    }
+
+
+# -- words ----------------------------------------------------------------------------------------
+
+
+def show(report: Report, console: Console) -> None:
+    """Print the table, the notes to it, and the verdicts."""
+    for table in make_tables(report, console):
+        console.print(table)
+    console.print(
+        "Times are medians of host time in ms; exchange includes waiting for the slowest rank; in "
+        "brackets: inside backward. MB are 10^6 bytes: state is exp_avg and exp_avg_sq, wire what "
+        "a rank sends in a step. Identical: to the bit, on all ranks, after every compared step.\n"
+    )
+    console.print(make_verdict_list(report))
+    failed = [verdict["name"] for verdict in report["verdicts"] if not verdict["ok"]]
+    if failed:
+        console.print(f"Not what it must be: {', '.join(failed)}", style="bold red")
+
+
+def make_verdict_list(report: Report) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    lines = Table.grid(padding=(0, 2))
+    for verdict in report["verdicts"]:
+        mark = Text("ok", "green") if verdict["ok"] else Text("FAILED", "bold red")
+        lines.add_row(mark, Text(verdict["text"]))
+    return lines
+
+
+def make_tables(report: Report, console: Console) -> list[Table]:
+    """A row a variant; in two tables where one would be too wide."""
+    numbers, agreement = number_columns(report), agreement_columns(report)
+    whole = make_table(report, numbers + agreement)
+    unlimited = console.options.update(max_width=1000)
+    if console.measure(whole, options=unlimited).maximum <= console.width:
+        return [whole]
+    return [make_table(report, numbers), make_table(report, agreement)]
+
+
+Column = tuple[str, Callable[[str], str]]  # its header, and the cell of a variant
+
+
+def make_table(report: Report, columns: Sequence[Column]) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("\nvariant", no_wrap=True)
+    for header, _ in columns:
+        table.add_column(header, justify="right", no_wrap=True)
+    for variant in report["variants"]:
+        table.add_row(variant, *(cell(variant) for _, cell in columns))
+    return table
+
+
+def number_columns(report: Report) -> list[Column]:
+    variants = report["variants"]
+
+    def ms(phase: str) -> Callable[[str], str]:
+        return lambda v: f"{variants[v]['ms'][phase]:.1f}"
+
+    def exchange(v: str) -> str:
+        return f"({ms('exchange')(v)})" if v == "ddp" else ms("exchange")(v)
+
+    return [
+        ("first\nloss", lambda v: f"{variants[v]['loss'][0]:.3f}"),
+        ("last\nloss", lambda v: f"{variants[v]['loss'][-1]:.3f}"),
+        ("step\nms", ms("total")),
+        ("forward,\nbackward", ms("forward_backward")),
+        ("exchange\nms", exchange),
+        ("update\nms", ms("update")),
+        ("gather\nms", ms("gather")),
+        ("state\nMB", lambda v: f"{max(variants[v]['state_bytes']) / 1e6:.1f}"),
+        ("wire\nMB", lambda v: f"{max(variants[v]['wire_bytes']) / 1e6:.1f}"),
+    ]
+
+
+def agreement_columns(report: Report) -> list[Column]:
+    variants = report["variants"]
+
+    def agrees(name: str) -> Callable[[str], str]:
+        return lambda v: describe_agreement(variants[v]["comparisons"], name)
+
+    def from_ddp(v: str) -> str:
+        return "" if v == "ddp" else f"{variants[v]['difference_from_ddp']['max_abs']:.1e}"
+
+    return [
+        ("\nexp_avg", agrees("exp_avg")),
+        ("\nexp_avg_sq", agrees("exp_avg_sq")),
+        ("\nparameters", agrees("parameters")),
+        ("largest gap\nfrom DDP", from_ddp),
+    ]
+
+
+def describe_agreement(comparisons: Sequence[dict[str, Any]], name: str) -> str:
+    if name not in comparisons[0]:
+        return "[cyan]own shard[/]"
+    same = all(comparison[name]["identical"] for comparison in comparisons)
+    return "[green]identical[/]" if same else "[red]different[/]"
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def write(report: Report, folder: Path) -> None:
+    """Write report.json and report.png."""
+    from fusedshard.demo_plot import plot
+
+    text = json.dumps(only_finite(report), indent=1, allow_nan=False)
+    (folder / "report.json").write_text(text + "\n")
+    plot(report, folder / "report.png")
+
+
+def only_finite(value: Any) -> Any:
+    """The same with None for numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {key: only_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [only_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
