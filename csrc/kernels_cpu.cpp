@@ -72,8 +72,9 @@ template <typename T>
 void adam_range(const AdamArrays<T>& a, const Run<T>& run, int64_t from, int64_t to) {
   const int64_t at = run.start + from;
   T* vmax = run.group->amsgrad ? a.max_exp_avg_sq + at : nullptr;
-  choose_loop<T> (*run.group)(a.param + at, run.grad + from, a.exp_avg + at, a.exp_avg_sq + at,
-                              vmax, to - from, run.scalars);
+  const AdamLoop<T> loop = choose_loop<T>(*run.group);
+  loop(a.param + at, run.grad + from, a.exp_avg + at, a.exp_avg_sq + at, vmax, to - from,
+       run.scalars);
 }
 
 // Each thread takes one stretch of the runs laid end to end, whatever their number and lengths.

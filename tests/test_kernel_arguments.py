@@ -1,0 +1,131 @@
+"""Refusals of the kernels' wrapper: the array's name, what it is, what was wanted."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+from kernel_cases import ADAM, ADAMW
+from oracles import same_state
+
+from fusedshard.kernels import AdamState, SegmentTable, adam_, mean_, square_sum
+from fusedshard.layout import Segment
+
+NUMEL = 6
+
+# What is done to an array of 6 fp32 elements, and how the refusal reads.
+Wrong = tuple[Callable[[torch.Tensor], torch.Tensor], type[Exception], str]
+WRONG: dict[str, Wrong] = {
+    "dtype": (
+        lambda x: x.to(torch.bfloat16),
+        TypeError,
+        "got torch.bfloat16, wanted torch.float32",
+    ),
+    "integers": (lambda x: x.to(torch.int32), TypeError, "got torch.int32, wanted torch.float32"),
+    "device": (lambda x: x.to("meta"), ValueError, "got device meta, wanted cpu"),
+    "shape": (
+        lambda x: x.view(2, 3),
+        ValueError,
+        "got shape (2, 3) with strides (3, 1), wanted one contiguous dimension",
+    ),
+    "strides": (
+        lambda x: x.repeat(2)[::2],
+        ValueError,
+        "got shape (6,) with strides (2,), wanted one contiguous dimension",
+    ),
+}
+LENGTH: Wrong = (lambda x: x[:5], ValueError, "got 5 elements, wanted 6")
+OTHER_FLOAT: Wrong = (lambda x: x.double(), TypeError, "got torch.float64, wanted torch.float32")
+WRONG_BESIDE_OTHERS = {**WRONG, "length": LENGTH, "other float": OTHER_FLOAT}
+
+
+def refused(
+    name: str, kind: type[Exception], message: str
+) -> AbstractContextManager[pytest.ExceptionInfo[Exception]]:
+    return pytest.raises(kind, match=re.escape(f"{name}: {message}"))
+
+
+def state_of(numel: int = NUMEL) -> AdamState:
+    return AdamState(*(torch.rand(numel) for _ in range(4)))
+
+
+def table_of(*lengths: int) -> SegmentTable:
+    """A packed shard of parameters, ready to run on a gradient of ones."""
+    starts = [sum(lengths[:i]) for i in range(len(lengths))]
+    segments = [Segment(i, 0, starts[i], length) for i, length in enumerate(lengths)]
+    table = SegmentTable(segments, 4)
+    table.gradient = torch.ones(sum(lengths))  # type: ignore[attr-defined]  # kept alive
+    table.point_at_shard(table.gradient)  # type: ignore[attr-defined]
+    ones = torch.ones(len(lengths), dtype=torch.int64)
+    table.refresh(ones, ones, ones * 0)
+    return table
+
+
+@pytest.mark.parametrize("wrong", WRONG_BESIDE_OTHERS)
+@pytest.mark.parametrize("name", AdamState._fields)
+def test_adam_refuses_an_array(name: str, wrong: str) -> None:
+    change, kind, message = WRONG_BESIDE_OTHERS[wrong]
+    state = state_of()
+    given = state._replace(**{name: change(getattr(state, name))})
+    if name == "param" and wrong == "length":
+        name, message = "exp_avg", "got 6 elements, wanted 5"
+    if name == "param" and wrong == "other float":
+        name, message = "exp_avg", "got torch.float32, wanted torch.float64"
+    before = copy.deepcopy(state)
+    with refused(name, kind, message):
+        adam_(given, table_of(NUMEL), [ADAM])
+    assert same_state(state, before)
+
+
+def test_adam_refuses_an_unknown_dtype_of_all() -> None:
+    state = AdamState(*(array.half() for array in state_of() if array is not None))
+    with refused("param", TypeError, "got torch.float16, wanted torch.float32 or torch.float64"):
+        adam_(state, table_of(NUMEL), [ADAM])
+
+
+def test_adam_refuses_amsgrad_without_its_moment() -> None:
+    state = state_of()._replace(max_exp_avg_sq=None)
+    before = copy.deepcopy(state)
+    with refused("max_exp_avg_sq", ValueError, "got None, wanted an array"):
+        adam_(state, table_of(NUMEL), [ADAM, ADAMW._replace(amsgrad=True)])
+    assert same_state(state, before)
+
+
+def test_adam_refuses_a_table_that_ends_past_the_shard() -> None:
+    state = state_of()
+    before = copy.deepcopy(state)
+    with refused("table", ValueError, "ends at 7, wanted at most 6"):
+        adam_(state, table_of(3, 4), [ADAM])
+    assert same_state(state, before)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_mean_refuses_out(wrong: str) -> None:
+    change, kind, message = WRONG[wrong]
+    with refused("out", kind, message):
+        mean_(change(torch.ones(NUMEL)), [torch.ones(NUMEL)])
+
+
+@pytest.mark.parametrize("wrong", WRONG_BESIDE_OTHERS)
+def test_mean_refuses_a_chunk(wrong: str) -> None:
+    change, kind, message = WRONG_BESIDE_OTHERS[wrong]
+    out = torch.zeros(NUMEL)
+    with refused("chunks[1]", kind, message):
+        mean_(out, [torch.ones(NUMEL), change(torch.ones(NUMEL))])
+    assert torch.equal(out, torch.zeros(NUMEL))
+
+
+def test_mean_refuses_no_chunks() -> None:
+    with refused("chunks", ValueError, "got none, wanted at least one"):
+        mean_(torch.ones(NUMEL), [])
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_square_sum_refuses(wrong: str) -> None:
+    change, kind, message = WRONG[wrong]
+    with refused("x", kind, message):
+        square_sum(change(torch.ones(NUMEL)))
