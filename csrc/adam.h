@@ -35,7 +35,10 @@ template <typename T>
 struct AdamScalars {
   T grad_scale;
   T decay;  // decays_weight(): 1 - lr*wd, multiplies p; otherwise wd, multiplies p into g
-  T one_minus_beta1;
+  // exp_avg moves from one end towards the gradient or back from it, as torch.lerp does: from the
+  // nearer end, so that beta1 = 0 gives the gradient itself.
+  bool from_gradient;
+  T exp_avg_weight;  // from exp_avg: 1 - beta1; from the gradient: -beta1
   T beta2;
   T one_minus_beta2;
   T step_size;              // lr / (1 - beta1^step)
@@ -70,7 +73,9 @@ FUSEDSHARD_HD AdamScalars<T> adam_scalars(const Group& group, int64_t step, doub
   s.grad_scale = static_cast<T>(grad_scale);
   s.decay = static_cast<T>(decays_weight(group) ? 1.0 - group.lr * group.weight_decay
                                                 : group.weight_decay);
-  s.one_minus_beta1 = static_cast<T>(1.0 - group.beta1);
+  const T weight = static_cast<T>(1.0 - group.beta1);
+  s.from_gradient = weight >= T(0.5);
+  s.exp_avg_weight = s.from_gradient ? weight - T(1) : weight;
   s.beta2 = static_cast<T>(group.beta2);
   s.one_minus_beta2 = static_cast<T>(1.0 - group.beta2);
   s.step_size = static_cast<T>(group.lr / bias_correction1);
@@ -94,7 +99,7 @@ FUSEDSHARD_HD void adam_element(T& p, T g, T& m, T& v, T* vmax, const AdamScalar
   } else {
     g += s.decay * p;
   }
-  m += s.one_minus_beta1 * (g - m);
+  m = (s.from_gradient ? g : m) + s.exp_avg_weight * (g - m);
   v = s.beta2 * v + s.one_minus_beta2 * g * g;
   T second = v;
   if (kAmsgrad) {

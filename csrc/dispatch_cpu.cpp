@@ -32,20 +32,20 @@ std::vector<const CpuKernels*> runnable() {
   return result;
 }
 
-const CpuKernels* find(const std::string& name) {
+const CpuKernels* find(const std::string& what, const std::string& name) {
   std::string known;
   for (const CpuKernels* k : runnable()) {
     if (name == k->name) return k;
     known += std::string(known.empty() ? "" : ", ") + k->name;
   }
-  throw std::invalid_argument("CPU kernel variant: got '" + name + "', this processor runs " +
-                              known);
+  throw std::invalid_argument(what + ": got '" + name + "', this processor runs " + known);
 }
 
 const CpuKernels*& current() {
   static const CpuKernels* kernels = [] {
-    const char* wanted = std::getenv("FUSEDSHARD_CPU_ISA");
-    return wanted != nullptr && *wanted != '\0' ? find(wanted) : runnable().back();
+    const char* name = "FUSEDSHARD_CPU_ISA";
+    const char* wanted = std::getenv(name);
+    return wanted != nullptr && *wanted != '\0' ? find(name, wanted) : runnable().back();
   }();
   return kernels;
 }
@@ -86,7 +86,7 @@ std::vector<std::string> cpu_variants() {
 
 std::string cpu_variant() { return current()->name; }
 
-void set_cpu_variant(const std::string& name) { current() = find(name); }
+void set_cpu_variant(const std::string& name) { current() = find("CPU kernel variant", name); }
 
 template <typename T>
 void adam_cpu(const AdamArrays<T>& arrays, const Segment* segments, int64_t segment_count,

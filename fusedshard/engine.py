@@ -14,7 +14,13 @@ from fusedshard.gradients import GradientReducer
 from fusedshard.kernels import GroupScalars
 from fusedshard.layout import Layout, build_layout
 from fusedshard.options import ParallelOptions
-from fusedshard.params import dense_gradient, iterate_params, parameter_labels, spec_of
+from fusedshard.params import (
+    dense_gradient,
+    iterate_params,
+    parameter_labels,
+    spec_of,
+    store_gradient,
+)
 
 
 class Engine:
@@ -185,7 +191,7 @@ class Engine:
             fresh = self._reducer.reduce_to_params(flats, grads, self.params)
             for param, grad in zip(self.params, grads, strict=True):
                 if grad is not None and grad is not param.grad:
-                    param.grad.copy_(grad)  # type: ignore[union-attr]
+                    store_gradient(param, grad)
             return fresh
 
     def _agree_on_use(

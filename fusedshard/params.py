@@ -61,8 +61,8 @@ def spec_of(index: int, param: torch.Tensor) -> ParamSpec:
 
 
 def dense_gradient(label: str, param: torch.Tensor) -> torch.Tensor | None:
-    """The gradient in the parameter's storage order: ``p.grad`` itself where its strides allow
-    it, else a copy; None where there is none.
+    """The gradient in the parameter's storage order and dtype: ``p.grad`` itself where it is so
+    already, else a copy; None where there is none.
 
     Raises:
         RuntimeError: it is sparse.
@@ -75,9 +75,19 @@ def dense_gradient(label: str, param: torch.Tensor) -> torch.Tensor | None:
             f"{label}: got a gradient of layout {grad.layout}, wanted a dense one: sparse "
             "gradients are not supported (build the embedding with sparse=False)"
         )
-    if grad.stride() == param.stride():
+    # Kernels read memory: a lazily negated view holds other values than it shows.
+    if grad.stride() == param.stride() and grad.dtype == param.dtype and not grad.is_neg():
         return grad
-    return torch.empty_strided(param.size(), param.stride(), dtype=grad.dtype).copy_(grad)
+    return torch.empty_strided(param.size(), param.stride(), dtype=param.dtype).copy_(grad)
+
+
+def store_gradient(param: torch.Tensor, mean: torch.Tensor) -> None:
+    """Make ``p.grad`` hold ``mean``: in place, or as a new tensor where its elements share
+    memory, as those of an expanded one."""
+    if param.grad is not None and is_dense(param.grad):
+        param.grad.copy_(mean)
+    else:
+        param.grad = mean
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

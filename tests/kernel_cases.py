@@ -91,6 +91,7 @@ def running_on(variant: str, threads: int) -> Iterator[None]:
     _C.set_cpu_variant(variant)
     torch.set_num_threads(threads)
     try:
+        assert _C.cpu_variant() == variant
         yield
     finally:
         _C.set_cpu_variant(before[0])

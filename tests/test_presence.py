@@ -273,6 +273,28 @@ def _lif_06(rank: Rank, mode: str) -> Any:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_gradients_that_are_views_of_other_memory(ranks: RankPool, mode: str) -> None:
+    """Expanded (elements share memory) and lazily negated ones count by their values."""
+    for params, grads in ranks.run(2, _views, mode):
+        assert params[0].tolist() == pytest.approx([-1.5 / 2.5] * 4, abs=1e-6)
+        assert params[1].tolist() == pytest.approx([1.5 / 2.5] * 4, abs=1e-6)
+        if mode == "replicated":
+            assert [g.tolist() for g in grads] == [[1.5] * 4, [-1.5] * 4]
+
+
+def _views(rank: Rank, mode: str) -> Any:
+    params = [torch.nn.Parameter(torch.zeros(4)) for _ in range(2)]
+    options: dict[str, Any] = {"lr": 1.0, "eps": 1.0, "mode": mode, "process_group": rank.group}
+    optimizer = fusedshard.Adam(params, **options)
+    value = torch.tensor(rank.rank + 1.0)
+    params[0].grad = value.expand(4)
+    params[1].grad = torch._neg_view(value.repeat(4))
+    optimizer.step()
+    grads = [p.grad.clone().resolve_neg() for p in params if p.grad is not None]
+    return [p.detach().clone() for p in params], grads
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_lif_09_closure_runs_once_with_gradients_enabled(ranks: RankPool, mode: str) -> None:
     for calls, loss, param in ranks.run(2, _lif_09, mode):
         assert calls == 1
