@@ -60,7 +60,6 @@ void roofline(int64_t p, int64_t g, int64_t m, int64_t v, int64_t length, int th
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
-  cpu_variant();  // a wrong FUSEDSHARD_CPU_ISA is to be heard of now, not at the first step
   module.def("cpu_variants", &cpu_variants);
   module.def("cpu_variant", &cpu_variant);
   module.def("set_cpu_variant", &set_cpu_variant);

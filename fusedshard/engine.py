@@ -115,7 +115,8 @@ class Engine:
             fresh |= self._reduce(self._flats[known:], grads)
         for index, grad in fresh.items():
             if used[index]:
-                self.params[index].grad = grads[index] = grad
+                store_gradient(self.params[index], grad)
+                grads[index] = grad
         return grads, used
 
     def update(

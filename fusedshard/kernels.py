@@ -31,6 +31,8 @@ except ImportError as error:
         "--force-reinstall --no-deps --no-cache-dir .` in the source tree"
     ) from error
 
+_C.cpu_variant()  # a wrong FUSEDSHARD_CPU_ISA is to be heard of now, not at the first step
+
 # Suffix of the native functions for each dtype they are compiled for.
 _SUFFIX = {torch.float32: "f32", torch.float64: "f64"}
 SUPPORTED_DTYPES = tuple(_SUFFIX)

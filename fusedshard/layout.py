@@ -22,8 +22,8 @@ from dataclasses import dataclass
 # Slots and shards begin at multiples of this many bytes: a cache line pair, and room for every
 # vector width.
 ALIGNMENT_BYTES = 128
-# A shard of a full bucket holds at least this much, so that per-rank padding (below
-# ALIGNMENT_BYTES) stays far under one per cent whatever the world size.
+# A shard of a bucket holds at least this much, where there is as much to share out, so that
+# per-rank padding (below ALIGNMENT_BYTES) stays far under one per cent whatever the world size.
 MIN_SHARD_BYTES = 128 * 1024
 
 
@@ -135,7 +135,7 @@ def build_layout(params: Sequence[ParamSpec], world_size: int, bucket_cap_bytes:
     Parameters are taken in reverse, as DDP does: backward tends to finish the last layers first.
     Small ones fill a flat buffer of one bucket up to the cap; one that is larger than the cap
     gets a flat buffer of its own, cut into buckets of about equal size. The cap grows with the
-    world size so that no shard of a full bucket is smaller than `MIN_SHARD_BYTES`.
+    world size, and nothing is cut into shards smaller than `MIN_SHARD_BYTES`.
     """
     cap_bytes = max(bucket_cap_bytes, world_size * MIN_SHARD_BYTES)
     flats: list[FlatLayout] = []
@@ -192,8 +192,9 @@ def _build_flat(specs: Sequence[ParamSpec], world_size: int, cap_bytes: int) -> 
 
 
 def _cut_buckets(numel: int, itemsize: int, world_size: int, cap_bytes: int) -> tuple[Bucket, ...]:
-    count = math.ceil(numel * itemsize / cap_bytes)
-    even = math.ceil(numel / count)
+    nbytes = numel * itemsize
+    most = max(1, nbytes // (world_size * MIN_SHARD_BYTES))
+    even = math.ceil(numel / min(most, math.ceil(nbytes / cap_bytes)))
     buckets = []
     start = 0
     while start < numel:

@@ -87,7 +87,7 @@ def store_gradient(param: torch.Tensor, mean: torch.Tensor) -> None:
     if param.grad is not None and is_dense(param.grad):
         param.grad.copy_(mean)
     else:
-        param.grad = mean
+        param.grad = mean.to(getattr(param, "grad_dtype", None) or param.dtype)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
