@@ -16,17 +16,18 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def full_moments(
-    flats: Sequence[FlatBuffer], params: Sequence[torch.Tensor], comm: Communicator
+    flats: Sequence[FlatBuffer], params: Sequence[torch.Tensor], comm: Communicator, *, keep: bool
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Every parameter's moments, whole, as copies with the parameter's shape and strides.
 
-    Collective where the moments are sharded. At most one flat buffer is held beside the result.
+    Collective where the moments are sharded. At most one flat buffer is held beside the result,
+    which is empty on ranks that do not ``keep`` it.
     """
     moments: dict[int, dict[str, torch.Tensor]] = {}
     for flat in flats:
         for name, owned in flat.owned_moments().items():
             whole = owned if flat.owners == 1 else _gather(flat, owned, comm)
-            for slot in flat.layout.slots:
+            for slot in flat.layout.slots if keep else ():
                 view = view_as_param(whole, slot, params[slot.param])
                 moments.setdefault(slot.param, {})[name] = view.clone()
     return moments
@@ -53,6 +54,10 @@ def store_moments(
 
 def check_fits(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError, naming the group or parameter, where a state dict cannot be loaded."""
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            found = ", ".join(map(repr, state_dict)) or "nothing"
+            raise ValueError(f"state_dict: got the keys {found}, wanted 'state' and 'param_groups'")
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(groups):
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 
 from fusedshard import checkpoint, kernels
 from fusedshard.comm import Communicator
-from fusedshard.flat import FlatBuffer
+from fusedshard.flat import BucketMemory, FlatBuffer
 from fusedshard.gradients import GradientReducer
 from fusedshard.kernels import GroupScalars
 from fusedshard.layout import Layout, build_layout
@@ -94,29 +95,25 @@ class Engine:
 
     # -- a step --------------------------------------------------------------------------------
 
-    def average_gradients(self) -> tuple[list[torch.Tensor | None], list[int]]:
+    def average_gradients(
+        self, groups: Sequence[GroupScalars]
+    ) -> tuple[list[torch.Tensor | None], list[int]]:
         """Average the gradients over the ranks. Collective.
 
         Returns:
-            This rank's gradients, dense and in storage order, averaged unless this rank keeps
-            the mean of its shards elsewhere; and for each parameter 1 if any rank has a gradient
-            of it, else 0.
+            The gradients that `update` wants, and for each parameter 1 if any rank has a
+            gradient of it, else 0.
 
         Raises:
-            RuntimeError: on every rank, with nothing changed, if one of them has an error.
+            RuntimeError: on every rank, with nothing changed, if one of them has an error, or
+                the ranks' hyperparameters differ.
         """
         grads, error = self._local_gradients()
-        fresh = self._reduce(self._flats, grads)
-        used = self._agree_on_use(grads, error)
-        late = [i for i, is_used in enumerate(used) if is_used and i not in self._adopted]
-        if late:
-            known = len(self._flats)
-            self._adopt(late)
-            fresh |= self._reduce(self._flats[known:], grads)
-        for index, grad in fresh.items():
-            if used[index]:
-                store_gradient(self.params[index], grad)
-                grads[index] = grad
+        used = self._agree(grads, error, groups)
+        self._adopt([index for index, is_used in enumerate(used) if is_used])
+        if self._reduces:
+            with self.comm.stats.phase("exchange"):
+                self._reduce(grads, used)
         return grads, used
 
     def update(
@@ -125,26 +122,27 @@ class Engine:
         used: Sequence[int],
         groups: Sequence[GroupScalars],
     ) -> None:
-        """Update what this rank owns of the used parameters, and gather the rest. Collective."""
+        """Update what this rank owns of the used parameters, and gather the rest. Collective.
+
+        Args:
+            grads, used: from `average_gradients`.
+            groups: hyperparameters of each param group.
+        """
         active = torch.tensor(used, dtype=torch.int64)
         self.steps += active
         self.step_mirror.copy_(self.steps)
         addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
         address_of = torch.tensor(addresses, dtype=torch.int64)
+        self._make_room_for_amsgrad(groups)
         pending = []
-        for flat in self._flats:
-            if any(group.amsgrad for group in groups):
-                flat.ensure_max_exp_avg_sq()
-            for bucket in flat.buckets:
-                if not any(used[segment.param] for segment in bucket.segments):
-                    continue
-                with self.comm.stats.phase("update"):
-                    if bucket.reduced is None:
-                        bucket.table.point_at_params(address_of)
-                    bucket.table.refresh(active, self.steps, self._group_of)
-                    kernels.adam_(bucket.state, bucket.table, groups)
-                if self.holds_shards:
-                    pending.append(self.comm.all_gather_(bucket.param))
+        for bucket in self._used_buckets(used):
+            with self.comm.stats.phase("update"):
+                if bucket.reduced is None:
+                    bucket.table.point_at_params(address_of)
+                bucket.table.refresh(active, self.steps, self._group_of)
+                kernels.adam_(bucket.state, bucket.table, groups)
+            if self.holds_shards:
+                pending.append(self.comm.all_gather_(bucket.param))
         with self.comm.stats.phase("gather"):
             for gather in pending:
                 gather.wait()
@@ -155,8 +153,7 @@ class Engine:
     def _local_gradients(self) -> tuple[list[torch.Tensor | None], RuntimeError | None]:
         """This rank's gradients and what is wrong with them.
 
-        With an error there are none: this rank still takes part in the exchange, since the
-        others learn of the error only after it.
+        With an error there are none: `_agree` tells the other ranks.
         """
         try:
             self._check_homes()
@@ -178,42 +175,61 @@ class Engine:
                         "parameter instead of replacing p.data"
                     )
 
-    def _reduce(
-        self, flats: Sequence[FlatBuffer], grads: Sequence[torch.Tensor | None]
-    ) -> dict[int, torch.Tensor]:
-        """Average the gradients of some flat buffers. Collective. Returns, in replicated mode,
-        the means of those parameters that only other ranks may have a gradient of."""
-        if not self._reduces:
-            return {}
-        with self.comm.stats.phase("exchange"):
-            if self._sharded:
-                self._reducer.reduce_to_shards(flats, grads)
-                return {}
-            fresh = self._reducer.reduce_to_params(flats, grads, self.params)
-            for param, grad in zip(self.params, grads, strict=True):
-                if grad is not None and grad is not param.grad:
-                    store_gradient(param, grad)
-            return fresh
-
-    def _agree_on_use(
-        self, grads: Sequence[torch.Tensor | None], error: RuntimeError | None
+    def _agree(
+        self,
+        grads: Sequence[torch.Tensor | None],
+        error: RuntimeError | None,
+        groups: Sequence[GroupScalars],
     ) -> list[int]:
         """Which parameters have a gradient on any rank: 0 or 1 for each. Collective.
 
-        The one small all-gather of a step. It also says whether a rank has an error, and then
-        every rank raises.
+        The one small all-gather of a step. It also says whether a rank has an error, or other
+        hyperparameters than the others, and then every rank raises.
         """
         if self.comm.world_size == 1:
             if error is not None:
                 raise error
             return [int(grad is not None) for grad in grads]
         with self.comm.stats.phase("status"):
-            row = [error is not None, *(grad is not None for grad in grads)]
+            digest = hashlib.sha256(repr(groups).encode()).digest()[:8]
+            row = [*digest, error is not None, *(grad is not None for grad in grads)]
             rows = self.comm.gather_rows(torch.tensor(row, dtype=torch.uint8))
-            failed, *used = rows.amax(dim=0).tolist()
+            failed, *used = rows[:, len(digest) :].amax(dim=0).tolist()
             if failed:
                 self.comm.raise_everywhere(error)
+            if bool((rows[:, : len(digest)] != rows[0, : len(digest)]).any()):
+                raise RuntimeError(_group_difference(self.comm.gather_objects(list(groups))))
             return used
+
+    def _reduce(self, grads: list[torch.Tensor | None], used: Sequence[int]) -> None:
+        """Average in place, in replicated mode, or into this rank's shards. Collective."""
+        buckets = self._used_buckets(used)
+        if self._sharded:
+            self._reducer.reduce_to_shards(buckets, grads)
+            return
+        for index, param in enumerate(self.params):
+            if used[index] and grads[index] is None:
+                grads[index] = torch.zeros_like(param)
+        self._reducer.reduce_in_place(buckets, grads)
+        for param, grad in zip(self.params, grads, strict=True):
+            if grad is not None and grad is not param.grad:
+                store_gradient(param, grad)
+
+    def _used_buckets(self, used: Sequence[int]) -> list[BucketMemory]:
+        """The buckets that hold a used parameter, in the order of exchange."""
+        return [
+            bucket
+            for flat in self._flats
+            for bucket in flat.buckets
+            if any(used[segment.param] for segment in bucket.segments)
+        ]
+
+    def _make_room_for_amsgrad(self, groups: Sequence[GroupScalars]) -> None:
+        if any(group.amsgrad for group in groups):
+            group_of = self._group_of.tolist()
+            for flat in self._flats:
+                if any(groups[group_of[slot.param]].amsgrad for slot in flat.layout.slots):
+                    flat.ensure_max_exp_avg_sq()
 
     # -- moments -------------------------------------------------------------------------------
 
@@ -231,16 +247,30 @@ class Engine:
             state[index] = {n: torch.zeros_like(self.params[index]) for n in checkpoint.MOMENTS}
         return {i: {"step": self.step_mirror[i], **moments} for i, moments in state.items()}
 
-    def full_moments(self) -> dict[int, dict[str, torch.Tensor]]:
-        """Copies of all parameters' moments, whole. Collective."""
-        return checkpoint.full_moments(self._flats, self.params, self.comm)
+    def full_moments(self, *, keep: bool = True) -> dict[int, dict[str, torch.Tensor]]:
+        """Copies of all parameters' moments, whole, unless this rank is not to keep them.
+        Collective."""
+        return checkpoint.full_moments(self._flats, self.params, self.comm, keep=keep)
 
     def load(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace steps and moments by ``state``, and by zero where it has nothing. Collective."""
         self._adopt(sorted(state))
         for flat in self._flats:
-            if any("max_exp_avg_sq" in values for values in state.values()):
+            if any("max_exp_avg_sq" in state.get(s.param, {}) for s in flat.layout.slots):
                 flat.ensure_max_exp_avg_sq()
             checkpoint.store_moments(flat, self.params, state)
         steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self.params))]
         self.set_steps(torch.tensor(steps, dtype=torch.int64))
+
+
+def _group_difference(by_rank: Sequence[list[GroupScalars]]) -> str:
+    """In words, the first hyperparameter in which a rank differs from rank 0."""
+    for rank, theirs in enumerate(by_rank):
+        for index, (other, first) in enumerate(zip(theirs, by_rank[0], strict=True)):
+            for name in GroupScalars._fields:
+                if getattr(other, name) != getattr(first, name):
+                    return (
+                        f"param_groups[{index}]: {name} is {getattr(other, name)} on rank {rank} "
+                        f"and {getattr(first, name)} on rank 0: set it alike on every rank"
+                    )
+    return "param_groups: the ranks' hyperparameters differ"

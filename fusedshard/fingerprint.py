@@ -18,7 +18,7 @@ HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize")
 class Description(NamedTuple):
     """What must be the same on every rank: options, groups, and each parameter, as text."""
 
-    options: str
+    options: list[str]
     groups: list[str]
     params: list[str]
 
@@ -59,8 +59,13 @@ def describe(
         f"{label}: {_describe_param(param)}, group {group}"
         for label, param, group in zip(labels, iterate_params(groups), group_of, strict=True)
     ]
-    options_text = ", ".join(f"{key}={value!r}" for key, value in sorted(options.items()))
-    return Description(options_text, [_describe_group(group) for group in groups], params)
+    settings = [f"{key}={value!r}" for key, value in sorted(options.items())]
+    hyper = [
+        f"param_groups[{index}]['{key}']={_plain(group[key])!r}"
+        for index, group in enumerate(groups)
+        for key in HYPERPARAMETERS
+    ]
+    return Description(settings, hyper, params)
 
 
 def first_difference(descriptions: Sequence[Description]) -> str | None:
@@ -77,23 +82,24 @@ def first_difference(descriptions: Sequence[Description]) -> str | None:
             longer = max(other.params, reference.params, key=len)
             extra = longer[min(len(other.params), len(reference.params))]
             return f"{counts}; the first that one of them lacks is {extra}"
-        return f"rank {rank} has {_settings(other)}; rank 0 has {_settings(reference)}"
+        return (
+            f"rank {rank} has {_unlike(other, reference)}; rank 0 has {_unlike(reference, other)}"
+        )
     return None
 
 
-def _settings(description: Description) -> str:
-    return "; ".join([description.options, *description.groups])
+def _unlike(description: Description, other: Description) -> str:
+    """The options and group settings of the first that the second has not."""
+    theirs = {*other.options, *other.groups}
+    return ", ".join(
+        item for item in (*description.options, *description.groups) if item not in theirs
+    )
 
 
 def _describe_param(param: torch.Tensor) -> str:
     kind = str(param.dtype).removeprefix("torch.")
     frozen = "" if param.requires_grad else ", requires_grad=False"
     return f"{kind}, shape {tuple(param.shape)}, strides {tuple(param.stride())}{frozen}"
-
-
-def _describe_group(group: Mapping[str, Any]) -> str:
-    items = [f"{key}={_plain(group[key])!r}" for key in HYPERPARAMETERS]
-    return f"group of {len(group['params'])} ({', '.join(items)})"
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ import torch
 
 from fusedshard import kernels
 from fusedshard.comm import Communicator, Pending
-from fusedshard.flat import BucketMemory, FlatBuffer
+from fusedshard.flat import BucketMemory
 from fusedshard.layout import Segment
 from fusedshard.params import in_storage_order
 
@@ -45,7 +45,6 @@ class Lane:
 class InFlight:
     """A bucket whose exchange was started."""
 
-    flat: FlatBuffer
     bucket: BucketMemory
     send: torch.Tensor
     chunks: list[torch.Tensor]
@@ -68,63 +67,49 @@ class GradientReducer:
         self.lanes = [Lane() for _ in range(LANES)]
 
     def reduce_to_shards(
-        self, flats: Sequence[FlatBuffer], grads: Sequence[torch.Tensor | None]
+        self, buckets: Sequence[BucketMemory], grads: Sequence[torch.Tensor | None]
     ) -> None:
-        """Leave the mean of what this rank owns in each bucket's ``reduced``.
+        """Leave the mean of what this rank owns in each bucket's ``reduced``. Collective.
 
         Args:
-            flats: flat buffers that keep a ``reduced`` array.
+            buckets: the same on every rank; each has a ``reduced`` array.
             grads: this rank's gradient of each parameter, dense in the parameter's storage
                 order; None counts as zero.
         """
-        self._run(flats, grads, self._start_shard, self._finish_shard)
+        self._run(buckets, grads, self._start_shard, self._finish_shard)
 
-    def reduce_to_params(
-        self,
-        flats: Sequence[FlatBuffer],
-        grads: Sequence[torch.Tensor | None],
-        params: Sequence[torch.Tensor],
-    ) -> dict[int, torch.Tensor]:
-        """Overwrite each gradient by the mean, as DDP does.
-
-        Returns:
-            For each parameter without a gradient here: the mean of what other ranks have.
-        """
-        fresh: dict[int, torch.Tensor] = {}
+    def reduce_in_place(
+        self, buckets: Sequence[BucketMemory], grads: Sequence[torch.Tensor | None]
+    ) -> None:
+        """Overwrite each gradient by the mean, as DDP does. Collective; arguments as above."""
 
         def finish(flight: InFlight) -> None:
-            self._finish_full(flight, grads, params, fresh)
+            self._finish_full(flight, grads)
 
-        self._run(flats, grads, self._start_full, finish)
-        return fresh
+        self._run(buckets, grads, self._start_full, finish)
 
     def _run(
         self,
-        flats: Sequence[FlatBuffer],
+        buckets: Sequence[BucketMemory],
         grads: Sequence[torch.Tensor | None],
         start: Callable[[InFlight, Lane], None],
         finish: Callable[[InFlight], None],
     ) -> None:
         flights: deque[InFlight] = deque()
-        buckets = [(flat, bucket) for flat in flats for bucket in flat.buckets]
-        for index, (flat, bucket) in enumerate(buckets):
+        for index, bucket in enumerate(buckets):
             if len(flights) == LANES:
                 finish(flights.popleft())
             lane = self.lanes[index % LANES]
-            flight = self._pack(flat, bucket, lane, grads)
+            flight = self._pack(bucket, lane, grads)
             start(flight, lane)
             flights.append(flight)
         while flights:
             finish(flights.popleft())
 
     def _pack(
-        self,
-        flat: FlatBuffer,
-        bucket: BucketMemory,
-        lane: Lane,
-        grads: Sequence[torch.Tensor | None],
+        self, bucket: BucketMemory, lane: Lane, grads: Sequence[torch.Tensor | None]
     ) -> InFlight:
-        send = lane.buffer("send", bucket.layout.numel, flat.dtype)
+        send = lane.buffer("send", bucket.layout.numel, bucket.param.dtype)
         targets, sources, packed = [], [], 0
         for segment in bucket.segments:
             grad = grads[segment.param]
@@ -138,7 +123,7 @@ class GradientReducer:
         send[packed:].zero_()
         if targets:
             torch._foreach_copy_(targets, sources)
-        return InFlight(flat, bucket, send, [], Pending())
+        return InFlight(bucket, send, [], Pending())
 
     def _start_shard(self, flight: InFlight, lane: Lane) -> None:
         if self._ordered:
@@ -162,13 +147,7 @@ class GradientReducer:
         else:
             flight.pending = self._comm.all_reduce_(flight.send)
 
-    def _finish_full(
-        self,
-        flight: InFlight,
-        grads: Sequence[torch.Tensor | None],
-        params: Sequence[torch.Tensor],
-        fresh: dict[int, torch.Tensor],
-    ) -> None:
+    def _finish_full(self, flight: InFlight, grads: Sequence[torch.Tensor | None]) -> None:
         flight.pending.wait()
         send = flight.send
         if self._ordered:
@@ -178,30 +157,22 @@ class GradientReducer:
             self._comm.all_gather_(send).wait()
         else:
             send.div_(self._comm.world_size)
-        _unpack(flight, grads, params, fresh)
+        _unpack(flight, grads)
 
     def _start_exchange(self, flight: InFlight, lane: Lane) -> None:
         shard = flight.bucket.layout.shard_numel
-        receive = lane.buffer("receive", shard * (self._comm.world_size - 1), flight.flat.dtype)
+        receive = lane.buffer("receive", shard * (self._comm.world_size - 1), flight.send.dtype)
         flight.chunks, flight.pending = self._comm.exchange_chunks(flight.send, receive)
 
 
-def _unpack(
-    flight: InFlight,
-    grads: Sequence[torch.Tensor | None],
-    params: Sequence[torch.Tensor],
-    fresh: dict[int, torch.Tensor],
-) -> None:
+def _unpack(flight: InFlight, grads: Sequence[torch.Tensor | None]) -> None:
     targets, sources = [], []
     for segment in flight.bucket.segments:
         grad = grads[segment.param]
-        if grad is None:
-            if segment.param not in fresh:
-                fresh[segment.param] = torch.zeros_like(params[segment.param])
-            grad = fresh[segment.param]
-        targets.append(_stretch(grad, segment))
-        stop = segment.shard_start + segment.length
-        sources.append(flight.send[segment.shard_start : stop])
+        if grad is not None:
+            stop = segment.shard_start + segment.length
+            targets.append(_stretch(grad, segment))
+            sources.append(flight.send[segment.shard_start : stop])
     if targets:
         torch._foreach_copy_(targets, sources)
 

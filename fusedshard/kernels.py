@@ -24,14 +24,14 @@ except ImportError as error:
             f"fusedshard was imported from its source tree ({_package}), which holds no built "
             "extension: run from another directory after `pip install .`, or build in place "
             "with `pip install -e .`"
-        ) from error
+        ) from None
     raise ImportError(
         f"fusedshard's extension cannot be loaded: {error} (file: "
         f"{', '.join(_files) or f'no _C*.so in {_package}'}). Rebuild it with `pip install "
         "--force-reinstall --no-deps --no-cache-dir .` in the source tree"
     ) from error
 
-_C.cpu_variant()  # a wrong FUSEDSHARD_CPU_ISA is to be heard of now, not at the first step
+_C.cpu_variant()  # so that a wrong FUSEDSHARD_CPU_ISA fails at import, not in the first step
 
 # Suffix of the native functions for each dtype they are compiled for.
 _SUFFIX = {torch.float32: "f32", torch.float64: "f64"}
@@ -144,8 +144,10 @@ def adam_(
         array = getattr(state, name)
         if array is not None:
             _check(name, array, param.dtype, param.numel())
-    if state.max_exp_avg_sq is None and any(group.amsgrad for group in groups):
-        raise ValueError("max_exp_avg_sq: got None, wanted an array, since a group has amsgrad")
+    if state.max_exp_avg_sq is None and any(
+        groups[index].amsgrad for index in table.rows[:, 5].unique().tolist()
+    ):
+        raise ValueError("max_exp_avg_sq: got None, wanted an array, as a group has amsgrad")
     if table.end > param.numel():
         raise ValueError(f"table: ends at {table.end}, wanted at most {param.numel()}")
     getattr(_C, f"adam_{_SUFFIX[param.dtype]}")(

@@ -124,10 +124,6 @@ class Layout:
         """Elements with padding; a rank owns ``padded_numel / world_size`` of them."""
         return sum(flat.numel for flat in self.flats)
 
-    def extended(self, other: Layout) -> Layout:
-        """This layout followed by the flat buffers of ``other``."""
-        return Layout(self.world_size, self.flats + other.flats)
-
 
 def build_layout(params: Sequence[ParamSpec], world_size: int, bucket_cap_bytes: int) -> Layout:
     """Place parameters into flat buffers and cut these into buckets.

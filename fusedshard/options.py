@@ -31,8 +31,9 @@ class ParallelOptions:
         _check_choice("mode", self.mode, MODES)
         _check_choice("reduction", self.reduction, REDUCTIONS)
         _check_choice("grad_sync", self.grad_sync, GRAD_SYNCS)
-        if not 0 < self.bucket_cap_mb < float("inf"):
-            raise ValueError(f"bucket_cap_mb: got {self.bucket_cap_mb}, wanted above 0 and finite")
+        cap = self.bucket_cap_mb
+        if not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
+            raise ValueError(f"bucket_cap_mb: got {cap!r}, wanted a finite number above 0")
 
     @property
     def ordered(self) -> bool:
@@ -62,6 +63,8 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
         raise ValueError(f"Invalid learning rate: {lr}")
     if not group["eps"] >= 0.0:
         raise ValueError(f"Invalid epsilon value: {group['eps']}")
+    if len(betas) != 2:
+        raise ValueError(f"betas: got {betas!r}, wanted two numbers")
     for index, beta in enumerate(betas):
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")

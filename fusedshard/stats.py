@@ -40,6 +40,11 @@ class Stats:
         self.calls[name] += 1
         self.sent_bytes[name] += sent_bytes
 
+    def __repr__(self) -> str:
+        seconds = {name: round(spent, 6) for name, spent in self.seconds.items()}
+        calls, sent_bytes = dict(self.calls), dict(self.sent_bytes)
+        return f"Stats(seconds={seconds}, calls={calls}, sent_bytes={sent_bytes})"
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the time spent inside to ``seconds[name]``, labelled for torch.profiler too."""

@@ -119,6 +119,12 @@ def _ckp_06(rank: Rank, mode: str) -> Any:
     return set(state["state"]), [p.detach().clone() for p in params], step
 
 
+def _wrapped(state: dict[str, Any]) -> None:
+    inner = dict(state)
+    state.clear()
+    state.update(model={}, optimizer=inner)
+
+
 def _one_group_more(state: dict[str, Any]) -> None:
     state["param_groups"].append({**state["param_groups"][0], "params": [9]})
 
@@ -140,6 +146,7 @@ def _missing_moment(state: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
+        (_wrapped, "state_dict: got the keys 'model', 'optimizer', wanted 'state'"),
         (_one_group_more, "param_groups: got 2 in the state dict, wanted 1"),
         (_one_param_fewer, "group 0: got 1 parameters in the state dict, wanted 2"),
         (_transposed, "parameter 1: exp_avg has shape (3, 2) in the state dict, wanted (2, 3)"),
@@ -181,6 +188,22 @@ def _ckp_08(rank: Rank) -> str:
     with pytest.raises(RuntimeError) as caught:
         optimizer.state_dict()
     return str(caught.value)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_full_state_dict_on_the_first_rank_only(ranks: RankPool, mode: str) -> None:
+    (first, whole), *others = ranks.run(3, _rank0_only, mode)
+    assert_same_bits(first, whole)
+    assert [state for state, _ in others] == [{}, {}]
+
+
+def _rank0_only(rank: Rank, mode: str) -> Any:
+    params = make_params(AWKWARD)
+    optimizer = fusedshard.AdamW(params, mode=mode, process_group=rank.group)
+    for index, param in enumerate(params):
+        param.grad = gradient(param, 0, index, rank.rank)
+    optimizer.step()
+    return optimizer.full_state_dict(rank0_only=True), optimizer.full_state_dict()
 
 
 def test_local_state_dict_in_replicated_mode_is_the_full_one(ranks: RankPool) -> None:

@@ -91,8 +91,13 @@ def test_adam_refuses_amsgrad_without_its_moment() -> None:
     state = state_of()._replace(max_exp_avg_sq=None)
     before = copy.deepcopy(state)
     with refused("max_exp_avg_sq", ValueError, "got None, wanted an array"):
-        adam_(state, table_of(NUMEL), [ADAM, ADAMW._replace(amsgrad=True)])
+        adam_(state, table_of(NUMEL), [ADAM._replace(amsgrad=True), ADAMW])
     assert same_state(state, before)
+
+
+def test_adam_needs_no_third_moment_for_the_groups_of_others() -> None:
+    state = state_of()._replace(max_exp_avg_sq=None)
+    adam_(state, table_of(NUMEL), [ADAM, ADAMW._replace(amsgrad=True)])
 
 
 def test_adam_refuses_a_table_that_ends_past_the_shard() -> None:

@@ -221,14 +221,6 @@ def test_a_tensor_just_above_the_cap_is_not_cut_below_the_least_size() -> None:
             assert bucket.shard_numel * flat.itemsize >= MIN_SHARD_BYTES
 
 
-def test_extended_adds_buffers_behind() -> None:
-    first = build_layout(specs_of([5, 9]), 2, MIB)
-    second = build_layout([ParamSpec(2, 3, "float32@cpu", 4)], 2, MIB)
-    both = first.extended(second)
-    assert both.flats == first.flats + second.flats
-    check_ownership(both, specs_of([5, 9, 3]))
-
-
 def gpt2() -> list[int]:
     """Of 124 M parameters, biases and norms included."""
     width, layers = 768, 12

@@ -173,10 +173,13 @@ def _shp_09(rank: Rank, mode: str, everywhere: bool) -> tuple[str, bool]:
     named = [("embedding", embedding.weight), ("weight", linear.weight)]
     optimizer = fusedshard.AdamW(named, mode=mode, process_group=rank.group)
     before = [p.detach().clone() for _, p in named]
-    linear(embedding(torch.tensor([1, 2]))).sum().backward()
+    linear(embedding(torch.tensor([rank.rank + 1, 2]))).sum().backward()
+    assert linear.weight.grad is not None
+    grad = linear.weight.grad.clone()
     with pytest.raises(RuntimeError) as caught:
         optimizer.step()
     same = all(torch.equal(p, b) for (_, p), b in zip(named, before, strict=True))
+    same = same and torch.equal(grad, linear.weight.grad)
     return str(caught.value), same and not optimizer.state
 
 
@@ -319,3 +322,50 @@ def _lif_09(rank: Rank, mode: str) -> tuple[int, float, float]:
         loss = optimizer.step(closure)
     assert calls == [True]
     return len(calls), loss.item(), param.item()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hyperparameters_that_differ_between_ranks_raise_everywhere(
+    ranks: RankPool, mode: str
+) -> None:
+    """As when each rank's scheduler sees its own loss."""
+    for text, before, after in ranks.run(3, _unlike_lr, mode):
+        assert text.startswith("param_groups[1]: lr is 0.002 on rank 2 and 0.001 on rank 0")
+        assert_same_bits(before, after)
+
+
+def _unlike_lr(rank: Rank, mode: str) -> Any:
+    params = make_params([(5, 3), (7,)])
+    groups = [{"params": [p]} for p in params]
+    optimizer = fusedshard.AdamW(groups, mode=mode, process_group=rank.group)
+    before = snapshot(optimizer, params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.param_groups[1]["lr"] = 2e-3 if rank.rank == 2 else 1e-3
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value), before, snapshot(optimizer, params)
+
+
+def test_amsgrad_of_one_group_costs_the_others_nothing() -> None:
+    params = make_params([(1 << 19,), (8, 8)])
+    groups: list[dict[str, Any]] = [{"params": [p]} for p in params]
+    optimizer = fusedshard.AdamW(groups, lr=0.1, eps=1.0, bucket_cap_mb=1)
+    plain = optimizer.memory()["moments"]
+    optimizer.param_groups[1]["amsgrad"] = True  # also after construction
+    reference = torch.optim.AdamW([torch.nn.Parameter(params[1].detach().clone())], lr=0.1, eps=1.0)
+    reference.param_groups[0]["amsgrad"] = True
+    for step in range(3):
+        for index, param in enumerate(params):
+            param.grad = gradient(param, step, index, 0) * (3 - step)
+        reference.param_groups[0]["params"][0].grad = params[1].grad
+        reference.step()
+        optimizer.step()
+    assert optimizer.memory()["moments"] - plain == 8 * 8 * 4
+    assert "max_exp_avg_sq" not in optimizer.state[params[0]]
+    torch.testing.assert_close(
+        optimizer.state[params[1]]["max_exp_avg_sq"],
+        reference.state_dict()["state"][0]["max_exp_avg_sq"],
+        rtol=0,
+        atol=1e-6,
+    )
