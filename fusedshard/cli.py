@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 import fusedshard
-from fusedshard import demo
+from fusedshard.demo import command
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -17,7 +17,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--version", action="version", version=f"fusedshard {fusedshard.__version__}"
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    demo.add_command(commands)
+    command.add_command(commands)
     return parser
 
 

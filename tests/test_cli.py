@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import fusedshard
-from fusedshard import cli, demo
+from fusedshard import cli
+from fusedshard.demo import command as demo
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

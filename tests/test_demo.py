@@ -19,9 +19,12 @@ from typing import Any
 import pytest
 import torch
 
-from fusedshard import cli, demo, demo_plot, demo_report
-from fusedshard.demo_model import GPT, Batches, load_corpus, standard_library
-from fusedshard.demo_train import VARIANTS, Settings
+from fusedshard import cli
+from fusedshard.demo import command as demo
+from fusedshard.demo import plot as demo_plot
+from fusedshard.demo import report as demo_report
+from fusedshard.demo.model import GPT, Batches, load_corpus, standard_library
+from fusedshard.demo.train import VARIANTS, Settings
 
 SETTINGS = Settings(ranks=3, steps=7, seed=5)
 NUMEL = [parameter["numel"] for parameter in demo_report.describe_parameters(SETTINGS)]

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedshard.demo_model import GPT, Batches, load_corpus
-from fusedshard.demo_train import difference, probe_steps
+from fusedshard.demo.model import GPT, Batches, load_corpus
+from fusedshard.demo.train import difference, probe_steps
 
 
 def test_corpus_is_the_sources_in_order(tmp_path: Path) -> None:

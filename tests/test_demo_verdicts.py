@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusedshard import cli, demo, demo_report
-from fusedshard.demo_train import MOMENTS, VARIANTS, Settings
-from fusedshard.demo_verdicts import count_gaps_and_overlaps
+from fusedshard import cli
+from fusedshard.demo import command as demo
+from fusedshard.demo import report as demo_report
+from fusedshard.demo.train import MOMENTS, VARIANTS, Settings
+from fusedshard.demo.verdicts import count_gaps_and_overlaps
 
 NUMEL = [parameter["numel"] for parameter in demo_report.describe_parameters(Settings())]
 SAME = {"identical": True, "max_abs": 0.0, "relative": 0.0}

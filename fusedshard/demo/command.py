@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from fusedshard import demo_report
-from fusedshard.demo_model import load_corpus, standard_library
-from fusedshard.demo_train import VARIANTS, Settings, run_variants
+from fusedshard.demo import report as demo_report
+from fusedshard.demo.model import load_corpus, standard_library
+from fusedshard.demo.train import VARIANTS, Settings, run_variants
 
 if TYPE_CHECKING:
     from rich.console import Console

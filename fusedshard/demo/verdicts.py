@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Report = dict[str, Any]  # see demo_report.summarize
+Report = dict[str, Any]  # see report.summarize
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedshard
-from fusedshard.demo_model import GPT, Batches
+from fusedshard.demo.model import GPT, Batches
 from fusedshard.layout import Layout, iterate_buckets, owned_ranges
 
 VARIANTS = ("ddp", "replicated", "sharded", "mistake")

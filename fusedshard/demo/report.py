@@ -6,7 +6,7 @@ report.json holds what `summarize` returns:
 fusedshard, torch, python  versions
 machine                    platform, cpu_variant (the kernels' instruction set), cores,
                            threads_per_rank, backend
-settings                   the fields of `demo_train.Settings`
+settings                   the fields of `train.Settings`
 seconds                    wall time of the training, from the start of the command
 parameters                 name and numel of each parameter, in the optimizer's order
 variants                   by "ddp", "replicated", "sharded", "mistake", see below
@@ -52,9 +52,9 @@ import torch
 
 import fusedshard
 from fusedshard import _C
-from fusedshard.demo_model import GPT
-from fusedshard.demo_train import UNTIMED_STEPS, Settings
-from fusedshard.demo_verdicts import Report, judge
+from fusedshard.demo.model import GPT
+from fusedshard.demo.train import UNTIMED_STEPS, Settings
+from fusedshard.demo.verdicts import Report, judge
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -277,7 +277,7 @@ def describe_agreement(comparisons: Sequence[dict[str, Any]], name: str) -> str:
 
 def write(report: Report, folder: Path) -> None:
     """Write report.json and report.png."""
-    from fusedshard.demo_plot import plot
+    from fusedshard.demo.plot import plot
 
     text = json.dumps(only_finite(report), indent=1, allow_nan=False)
     (folder / "report.json").write_text(text + "\n")

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusedshard.demo_verdicts import Report
+from fusedshard.demo.verdicts import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -146,7 +146,7 @@ def draw_state_bytes(axes: Axes, report: Report) -> None:
         if ranks <= MOST_LABELLED:
             axes.bar_label(bars, fmt="%.1f", fontsize=8)
     axes.set_xticks(range(len(report["variants"])), list(report["variants"]))
-    axes.set(title="Optimizer state a rank", ylabel="exp_avg and exp_avg_sq ($10^6$ bytes)")
+    axes.set(title="Optimizer state per rank", ylabel="exp_avg and exp_avg_sq ($10^6$ bytes)")
     axes.margins(y=0.25)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
