@@ -7,6 +7,7 @@
 #include "device.h"
 #include "dispatch_cpu.h"
 #include "flat_memory.h"
+#include "pack_cpu.h"
 
 namespace py = pybind11;
 using namespace fusedshard;
@@ -52,6 +53,18 @@ double square_sum(int64_t x, int64_t length, int threads) {
   return square_sum_cpu<T>(at<const T>(x), length, threads);
 }
 
+void pack(int64_t out, int64_t rows, int64_t row_count, int64_t numel, int64_t itemsize,
+          int threads) {
+  py::gil_scoped_release release;
+  pack_cpu(at<char>(out), at<const Segment>(rows), row_count, numel, itemsize, threads);
+}
+
+void unpack(int64_t in, int64_t rows, int64_t row_count, int64_t numel, int64_t itemsize,
+            int threads) {
+  py::gil_scoped_release release;
+  unpack_cpu(at<const char>(in), at<const Segment>(rows), row_count, numel, itemsize, threads);
+}
+
 void roofline(int64_t p, int64_t g, int64_t m, int64_t v, int64_t length, int threads) {
   py::gil_scoped_release release;
   roofline_cpu(at<float>(p), at<const float>(g), at<float>(m), at<float>(v), length, threads);
@@ -69,6 +82,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("mean_f64", &mean<double>);
   module.def("square_sum_f32", &square_sum<float>);
   module.def("square_sum_f64", &square_sum<double>);
+  module.def("pack", &pack);
+  module.def("unpack", &unpack);
   module.def("roofline_f32", &roofline);
   module.def("cuda_build", [] {
     py::dict info;

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fusedshard.comm import Communicator
+from fusedshard.fingerprint import HYPERPARAMETERS
 from fusedshard.flat import FlatBuffer, view_as_param
 from fusedshard.kernels import flat_memory
 from fusedshard.params import in_storage_order, parameter_labels
@@ -44,7 +46,9 @@ def store_moments(
             if name not in state.get(slot.param, {}):
                 continue
             param = params[slot.param]
-            whole = torch.empty_strided(param.size(), param.stride(), dtype=flat.dtype)
+            whole = torch.empty_strided(
+                param.size(), param.stride(), dtype=flat.dtype, device="cpu"
+            )
             whole.copy_(state[slot.param][name])
             source = in_storage_order(whole)
             for piece in flat.pieces.get(slot.param, []):
@@ -71,7 +75,24 @@ def check_fits(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
                 f"wanted {len(group['params'])}"
             )
         for key, param in zip(saved["params"], group["params"], strict=True):
-            _check_state(next(labels), state_dict["state"].get(key), param, group["amsgrad"])
+            # The dict's own amsgrad wins, as all its hyperparameters do.
+            amsgrad = saved.get("amsgrad", group["amsgrad"])
+            _check_state(next(labels), state_dict["state"].get(key), param, amsgrad)
+
+
+def describe_content(state_dict: Mapping[str, Any]) -> str:
+    """What must be the same in every rank's dict, short of the values: hyperparameters, steps,
+    and which parameters have which state."""
+    groups = [
+        [str(group.get(name)) for name in ("params", *HYPERPARAMETERS)]
+        for group in state_dict["param_groups"]
+    ]
+    states = sorted(
+        (key, float(state["step"]), sorted(state))
+        for key, state in state_dict["state"].items()
+        if state
+    )
+    return hashlib.sha256(repr((groups, states)).encode()).hexdigest()
 
 
 def _check_state(
@@ -82,7 +103,13 @@ def _check_state(
     for name in ("step", *(MOMENTS if amsgrad else MOMENTS[:2])):
         if name not in state:
             raise ValueError(f"{label}: {name} is missing in the state dict")
+    step = float(state["step"])
+    if not (step >= 0 and step == int(step)):
+        raise ValueError(f"{label}: step is {step} in the state dict, wanted an integer from 0")
     for name in MOMENTS:
+        if name in state and not isinstance(state[name], torch.Tensor):
+            kind = type(state[name]).__name__
+            raise ValueError(f"{label}: {name} is a {kind} in the state dict, wanted a tensor")
         if name in state and state[name].shape != param.shape:
             raise ValueError(
                 f"{label}: {name} has shape {tuple(state[name].shape)} in the state dict, "

@@ -78,6 +78,17 @@ class Communicator:
         if self.world_size > 1:
             self._gloo = _connect(self._given)
 
+    def check_world(self) -> None:
+        """Raise RuntimeError where torch.distributed came up only after a world of one rank was
+        assumed: the ranks would train apart."""
+        if self._given is None:
+            given = _given_group(self.process_group)
+            if given is not None and dist.get_world_size(given) > 1:
+                raise RuntimeError(
+                    "process_group: the optimizer was built before init_process_group, for one "
+                    "rank: build it afterwards"
+                )
+
     @property
     def peers(self) -> list[int]:
         """The other ranks, beginning after this one, so that not all send to the same first."""

@@ -17,10 +17,15 @@ from fusedshard.layout import Layout, build_layout
 from fusedshard.options import ParallelOptions
 from fusedshard.params import (
     dense_gradient,
+    form_of,
     iterate_params,
     parameter_labels,
     spec_of,
     store_gradient,
+)
+
+KEEP_PARAMETERS = (
+    "build the optimizer after model.to(...), and copy into a parameter instead of replacing p.data"
 )
 
 
@@ -34,8 +39,7 @@ class Engine:
     def __init__(self, comm: Communicator, options: ParallelOptions) -> None:
         self.comm = comm
         self.params: list[torch.nn.Parameter] = []
-        self.steps = torch.zeros(0, dtype=torch.int64)
-        self.step_mirror = torch.zeros(0, dtype=torch.float32)
+        self.set_steps(kernels.integers([]))
         self._options = options
         self._sharded = options.mode == "sharded"
         # Whether gradients must be averaged here, and parameters gathered.
@@ -51,10 +55,12 @@ class Engine:
         """Number all parameters, and take those that train into flat memory. Collective."""
         self.params = iterate_params(groups)
         self._labels = parameter_labels(groups)
+        self._forms = [form_of(param) for param in self.params]
+        self._group_sizes = [len(group["params"]) for group in groups]
         group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
-        self._group_of = torch.tensor(group_of, dtype=torch.int64)
+        self._group_of = kernels.integers(group_of)
         new = len(self.params) - len(self.steps)
-        self.set_steps(torch.cat([self.steps, torch.zeros(new, dtype=torch.int64)]))
+        self.set_steps(torch.cat([self.steps, kernels.integers([0] * new)]))
         self._adopt([index for index, p in enumerate(self.params) if p.requires_grad])
 
     def set_steps(self, steps: torch.Tensor) -> None:
@@ -95,10 +101,27 @@ class Engine:
 
     # -- a step --------------------------------------------------------------------------------
 
+    def check_unchanged(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RuntimeError where param groups or their parameters are not those admitted, or a
+        parameter has another form or place."""
+        sizes = [len(group["params"]) for group in groups]
+        same = zip(iterate_params(groups), self.params, strict=False)
+        if sizes != self._group_sizes or any(now is not then for now, then in same):
+            raise RuntimeError(
+                "param_groups: groups or parameters were added, removed or reordered: use "
+                "add_param_group, or build a new optimizer"
+            )
+        self.comm.check_world()
+        self._check_homes()
+
     def average_gradients(
-        self, groups: Sequence[GroupScalars]
+        self, groups: Sequence[GroupScalars], error: Exception | None = None
     ) -> tuple[list[torch.Tensor | None], list[int]]:
         """Average the gradients over the ranks. Collective.
+
+        Args:
+            groups: hyperparameters of each param group.
+            error: what is wrong on this rank already.
 
         Returns:
             The gradients that `update` wants, and for each parameter 1 if any rank has a
@@ -106,9 +129,16 @@ class Engine:
 
         Raises:
             RuntimeError: on every rank, with nothing changed, if one of them has an error, or
-                the ranks' hyperparameters differ.
+                the ranks' hyperparameters differ, or gradients that are averaged already are
+                there on some ranks only.
         """
-        grads, error = self._local_gradients()
+        grads: list[torch.Tensor | None] = [None] * len(self.params)
+        if error is None:
+            try:
+                labelled = zip(self._labels, self.params, strict=True)
+                grads = [dense_gradient(label, param) for label, param in labelled]
+            except Exception as caught:  # the other ranks must learn of it
+                error = caught
         used = self._agree(grads, error, groups)
         self._adopt([index for index, is_used in enumerate(used) if is_used])
         if self._reduces:
@@ -128,57 +158,50 @@ class Engine:
             grads, used: from `average_gradients`.
             groups: hyperparameters of each param group.
         """
-        active = torch.tensor(used, dtype=torch.int64)
-        self.steps += active
-        self.step_mirror.copy_(self.steps)
-        addresses = [0 if grad is None else grad.data_ptr() for grad in grads]
-        address_of = torch.tensor(addresses, dtype=torch.int64)
+        active = kernels.integers(used)
+        steps = self.steps + active
+        addresses = kernels.gradient_addresses(grads)
         self._make_room_for_amsgrad(groups)
         pending = []
         for bucket in self._used_buckets(used):
             with self.comm.stats.phase("update"):
                 if bucket.reduced is None:
-                    bucket.table.point_at_params(address_of)
-                bucket.table.refresh(active, self.steps, self._group_of)
+                    bucket.table.point_at_params(addresses)
+                bucket.table.refresh(active, steps, self._group_of)
                 kernels.adam_(bucket.state, bucket.table, groups)
             if self.holds_shards:
                 pending.append(self.comm.all_gather_(bucket.param))
         with self.comm.stats.phase("gather"):
             for gather in pending:
                 gather.wait()
+        self.steps.copy_(steps)
+        self.step_mirror.copy_(steps)
         # The kernels wrote through raw pointers, which autograd does not see.
         changed = [self.params[index] for index, is_used in enumerate(used) if is_used]
         torch.autograd.graph.increment_version(changed)
 
-    def _local_gradients(self) -> tuple[list[torch.Tensor | None], RuntimeError | None]:
-        """This rank's gradients and what is wrong with them.
-
-        With an error there are none: `_agree` tells the other ranks.
-        """
-        try:
-            self._check_homes()
-            labelled = zip(self._labels, self.params, strict=True)
-            return [dense_gradient(label, param) for label, param in labelled], None
-        except RuntimeError as error:
-            return [None] * len(self.params), error
-
     def _check_homes(self) -> None:
+        for label, param, form in zip(self._labels, self.params, self._forms, strict=True):
+            if form_of(param) != form:
+                raise RuntimeError(
+                    f"{label}: cast or reshaped after the optimizer was built (got "
+                    f"{', '.join(map(str, form_of(param)))}, wanted {', '.join(map(str, form))}): "
+                    f"{KEEP_PARAMETERS}"
+                )
         for flat in self._flats:
             base, itemsize = flat.param.data_ptr(), flat.layout.itemsize
             for slot in flat.layout.slots:
                 param = self.params[slot.param]
-                if param.data_ptr() != base + slot.start * itemsize or param.dtype != flat.dtype:
+                if param.data_ptr() != base + slot.start * itemsize:
                     raise RuntimeError(
-                        f"{self._labels[slot.param]}: moved or cast after the optimizer was built "
-                        f"(now {param.dtype} on {param.device}, wanted its place in the flat "
-                        "buffer): build the optimizer after model.to(...), and copy into a "
-                        "parameter instead of replacing p.data"
+                        f"{self._labels[slot.param]}: moved after the optimizer was built: "
+                        f"{KEEP_PARAMETERS}"
                     )
 
     def _agree(
         self,
         grads: Sequence[torch.Tensor | None],
-        error: RuntimeError | None,
+        error: Exception | None,
         groups: Sequence[GroupScalars],
     ) -> list[int]:
         """Which parameters have a gradient on any rank: 0 or 1 for each. Collective.
@@ -199,18 +222,29 @@ class Engine:
                 self.comm.raise_everywhere(error)
             if bool((rows[:, : len(digest)] != rows[0, : len(digest)]).any()):
                 raise RuntimeError(_group_difference(self.comm.gather_objects(list(groups))))
+            if not self._reduces:
+                self._check_external(rows[:, len(digest) + 1 :])
             return used
+
+    def _check_external(self, has_gradient: torch.Tensor) -> None:
+        """Gradients that were averaged before are on all ranks: (ranks, parameters), 0 or 1."""
+        partial = (has_gradient != has_gradient[0]).any(dim=0).nonzero().flatten().tolist()
+        if partial:
+            raise RuntimeError(
+                f"{self._labels[partial[0]]}: got a gradient on some ranks only, but "
+                'grad_sync="external" wants averaged ones, which are on every rank'
+            )
 
     def _reduce(self, grads: list[torch.Tensor | None], used: Sequence[int]) -> None:
         """Average in place, in replicated mode, or into this rank's shards. Collective."""
         buckets = self._used_buckets(used)
         if self._sharded:
-            self._reducer.reduce_to_shards(buckets, grads)
+            self._reducer.reduce_to_shards(buckets, kernels.gradient_addresses(grads))
             return
         for index, param in enumerate(self.params):
             if used[index] and grads[index] is None:
                 grads[index] = torch.zeros_like(param)
-        self._reducer.reduce_in_place(buckets, grads)
+        self._reducer.reduce_in_place(buckets, kernels.gradient_addresses(grads))
         for param, grad in zip(self.params, grads, strict=True):
             if grad is not None and grad is not param.grad:
                 store_gradient(param, grad)
@@ -260,7 +294,7 @@ class Engine:
                 flat.ensure_max_exp_avg_sq()
             checkpoint.store_moments(flat, self.params, state)
         steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self.params))]
-        self.set_steps(torch.tensor(steps, dtype=torch.int64))
+        self.set_steps(kernels.integers(steps))
 
 
 def _group_difference(by_rank: Sequence[list[GroupScalars]]) -> str:

@@ -21,6 +21,7 @@ class BucketMemory:
         layout: its place in the flat buffer.
         param: the whole bucket of the flat parameters.
         segments: all of it; ``shard_start`` counts from the bucket's first element.
+        packing: the table of `segments`, to pack and unpack gradients.
         owned: what this rank owns of it.
         state: parameters and moments of what this rank owns.
         table: the kernel's view of `owned`.
@@ -31,6 +32,7 @@ class BucketMemory:
     layout: Bucket
     param: torch.Tensor
     segments: list[Segment]
+    packing: SegmentTable
     owned: list[Segment]
     state: AdamState
     table: SegmentTable
@@ -129,13 +131,16 @@ class FlatBuffer:
         segments = self.layout.segments(bucket.start, bucket.numel)
         owned_start, owned_numel = self._owned_range(bucket)
         owned = self.layout.segments(owned_start, owned_numel)
+        packing = SegmentTable(segments, self.layout.itemsize)
         table = SegmentTable(owned, self.layout.itemsize)
         reduced = None
         if self.reduced is not None:
             reduced = self.reduced.narrow(0, bucket.start // self.owners, owned_numel)
             table.point_at_shard(reduced)
         param = self.param.narrow(0, bucket.start, bucket.numel)
-        return BucketMemory(bucket, param, segments, owned, self._state(bucket), table, reduced)
+        return BucketMemory(
+            bucket, param, segments, packing, owned, self._state(bucket), table, reduced
+        )
 
     def _owned_range(self, bucket: Bucket) -> tuple[int, int]:
         numel = bucket.numel // self.owners

@@ -19,8 +19,6 @@ import torch
 from fusedshard import kernels
 from fusedshard.comm import Communicator, Pending
 from fusedshard.flat import BucketMemory
-from fusedshard.layout import Segment
-from fusedshard.params import in_storage_order
 
 LANES = 2
 
@@ -66,32 +64,24 @@ class GradientReducer:
         self._ordered = ordered
         self.lanes = [Lane() for _ in range(LANES)]
 
-    def reduce_to_shards(
-        self, buckets: Sequence[BucketMemory], grads: Sequence[torch.Tensor | None]
-    ) -> None:
+    def reduce_to_shards(self, buckets: Sequence[BucketMemory], addresses: torch.Tensor) -> None:
         """Leave the mean of what this rank owns in each bucket's ``reduced``. Collective.
 
         Args:
             buckets: the same on every rank; each has a ``reduced`` array.
-            grads: this rank's gradient of each parameter, dense in the parameter's storage
-                order; None counts as zero.
+            addresses: of this rank's gradients, from `kernels.gradient_addresses`; a parameter
+                without one counts as zero.
         """
-        self._run(buckets, grads, self._start_shard, self._finish_shard)
+        self._run(buckets, addresses, self._start_shard, self._finish_shard)
 
-    def reduce_in_place(
-        self, buckets: Sequence[BucketMemory], grads: Sequence[torch.Tensor | None]
-    ) -> None:
+    def reduce_in_place(self, buckets: Sequence[BucketMemory], addresses: torch.Tensor) -> None:
         """Overwrite each gradient by the mean, as DDP does. Collective; arguments as above."""
-
-        def finish(flight: InFlight) -> None:
-            self._finish_full(flight, grads)
-
-        self._run(buckets, grads, self._start_full, finish)
+        self._run(buckets, addresses, self._start_full, self._finish_full)
 
     def _run(
         self,
         buckets: Sequence[BucketMemory],
-        grads: Sequence[torch.Tensor | None],
+        addresses: torch.Tensor,
         start: Callable[[InFlight, Lane], None],
         finish: Callable[[InFlight], None],
     ) -> None:
@@ -100,29 +90,16 @@ class GradientReducer:
             if len(flights) == LANES:
                 finish(flights.popleft())
             lane = self.lanes[index % LANES]
-            flight = self._pack(bucket, lane, grads)
+            flight = self._pack(bucket, lane, addresses)
             start(flight, lane)
             flights.append(flight)
         while flights:
             finish(flights.popleft())
 
-    def _pack(
-        self, bucket: BucketMemory, lane: Lane, grads: Sequence[torch.Tensor | None]
-    ) -> InFlight:
+    def _pack(self, bucket: BucketMemory, lane: Lane, addresses: torch.Tensor) -> InFlight:
         send = lane.buffer("send", bucket.layout.numel, bucket.param.dtype)
-        targets, sources, packed = [], [], 0
-        for segment in bucket.segments:
-            grad = grads[segment.param]
-            if grad is None:
-                continue
-            if packed < segment.shard_start:
-                send[packed : segment.shard_start].zero_()
-            packed = segment.shard_start + segment.length
-            targets.append(send[segment.shard_start : packed])
-            sources.append(_stretch(grad, segment))
-        send[packed:].zero_()
-        if targets:
-            torch._foreach_copy_(targets, sources)
+        bucket.packing.point_at_params(addresses)
+        kernels.pack_(send, bucket.packing)
         return InFlight(bucket, send, [], Pending())
 
     def _start_shard(self, flight: InFlight, lane: Lane) -> None:
@@ -147,7 +124,7 @@ class GradientReducer:
         else:
             flight.pending = self._comm.all_reduce_(flight.send)
 
-    def _finish_full(self, flight: InFlight, grads: Sequence[torch.Tensor | None]) -> None:
+    def _finish_full(self, flight: InFlight) -> None:
         flight.pending.wait()
         send = flight.send
         if self._ordered:
@@ -157,25 +134,9 @@ class GradientReducer:
             self._comm.all_gather_(send).wait()
         else:
             send.div_(self._comm.world_size)
-        _unpack(flight, grads)
+        kernels.unpack_(send, flight.bucket.packing)
 
     def _start_exchange(self, flight: InFlight, lane: Lane) -> None:
         shard = flight.bucket.layout.shard_numel
         receive = lane.buffer("receive", shard * (self._comm.world_size - 1), flight.send.dtype)
         flight.chunks, flight.pending = self._comm.exchange_chunks(flight.send, receive)
-
-
-def _unpack(flight: InFlight, grads: Sequence[torch.Tensor | None]) -> None:
-    targets, sources = [], []
-    for segment in flight.bucket.segments:
-        grad = grads[segment.param]
-        if grad is not None:
-            stop = segment.shard_start + segment.length
-            targets.append(_stretch(grad, segment))
-            sources.append(flight.send[segment.shard_start : stop])
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def _stretch(grad: torch.Tensor, segment: Segment) -> torch.Tensor:
-    return in_storage_order(grad).narrow(0, segment.param_start, segment.length)

@@ -6,7 +6,7 @@ torch's copy of the OpenMP runtime.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,12 +74,11 @@ class SegmentTable:
     """
 
     def __init__(self, segments: Sequence[Segment], itemsize: int) -> None:
-        self.params = torch.tensor([s.param for s in segments], dtype=torch.int64)
-        self.rows = torch.zeros((len(segments), _COLUMNS), dtype=torch.int64)
-        self.rows[:, 0] = torch.tensor([s.shard_start for s in segments], dtype=torch.int64)
-        self.rows[:, 1] = torch.tensor([s.length for s in segments], dtype=torch.int64)
-        offsets = torch.tensor([s.param_start for s in segments], dtype=torch.int64)
-        self._param_offset_bytes = offsets * itemsize
+        self.params = integers([s.param for s in segments])
+        self.rows = torch.zeros((len(segments), _COLUMNS), dtype=torch.int64, device="cpu")
+        self.rows[:, 0] = integers([s.shard_start for s in segments])
+        self.rows[:, 1] = integers([s.length for s in segments])
+        self._param_offset_bytes = integers([s.param_start for s in segments]) * itemsize
         self._shard_offset_bytes = self.rows[:, 0] * itemsize
         # One past the last element that any row names.
         self.end = max((s.shard_start + s.length for s in segments), default=0)
@@ -89,15 +88,26 @@ class SegmentTable:
         self.rows[:, 2] = gradient.data_ptr() + self._shard_offset_bytes
 
     def point_at_params(self, addresses: torch.Tensor) -> None:
-        """Take each segment from its parameter's own gradient: ``addresses`` is int64, one entry
-        a parameter, of dense gradients in the parameter's storage order."""
-        self.rows[:, 2] = addresses[self.params] + self._param_offset_bytes
+        """Take each segment from its parameter's own gradient: ``addresses`` from
+        `gradient_addresses`."""
+        found = addresses[self.params]
+        self.rows[:, 2] = torch.where(found == 0, found, found + self._param_offset_bytes)
 
     def refresh(self, active: torch.Tensor, steps: torch.Tensor, groups: torch.Tensor) -> None:
         """Write activity, step count (after the update) and group: int64, one a parameter."""
         self.rows[:, 3] = active[self.params]
         self.rows[:, 4] = steps[self.params]
         self.rows[:, 5] = groups[self.params]
+
+
+def integers(values: Sequence[int]) -> torch.Tensor:
+    """An int64 tensor in host memory, whatever torch's default device."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def gradient_addresses(grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Addresses of dense gradients in their parameters' storage order, int64; 0 for None."""
+    return integers([0 if grad is None else grad.data_ptr() for grad in grads])
 
 
 def check_device(name: str, device: torch.device) -> None:
@@ -148,8 +158,7 @@ def adam_(
         groups[index].amsgrad for index in table.rows[:, 5].unique().tolist()
     ):
         raise ValueError("max_exp_avg_sq: got None, wanted an array, as a group has amsgrad")
-    if table.end > param.numel():
-        raise ValueError(f"table: ends at {table.end}, wanted at most {param.numel()}")
+    _check_end(table, param)
     getattr(_C, f"adam_{_SUFFIX[param.dtype]}")(
         param.data_ptr(),
         state.exp_avg.data_ptr(),
@@ -161,6 +170,26 @@ def adam_(
         grad_scale,
         torch.get_num_threads(),
     )
+
+
+def pack_(send: torch.Tensor, table: SegmentTable) -> None:
+    """Copy the gradients that the table points at into ``send`` (1-D); zero between them, and
+    where there is none."""
+    _move(_C.pack, "send", send, table)
+
+
+def unpack_(send: torch.Tensor, table: SegmentTable) -> None:
+    """Copy ``send`` (1-D) back to the gradients that the table points at."""
+    _move(_C.unpack, "send", send, table)
+
+
+def _move(
+    function: Callable[..., None], name: str, buffer: torch.Tensor, table: SegmentTable
+) -> None:
+    _check(name, buffer, buffer.dtype, buffer.numel())
+    _check_end(table, buffer)
+    rows, itemsize, threads = table.rows, buffer.element_size(), torch.get_num_threads()
+    function(buffer.data_ptr(), rows.data_ptr(), len(rows), buffer.numel(), itemsize, threads)
 
 
 def mean_(out: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
@@ -184,6 +213,11 @@ def square_sum(x: torch.Tensor) -> float:
     _check("x", x, x.dtype, x.numel())
     threads = torch.get_num_threads()
     return getattr(_C, f"square_sum_{_SUFFIX[x.dtype]}")(x.data_ptr(), x.numel(), threads)
+
+
+def _check_end(table: SegmentTable, array: torch.Tensor) -> None:
+    if table.end > array.numel():
+        raise ValueError(f"table: ends at {table.end}, wanted at most {array.numel()}")
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, numel: int) -> None:

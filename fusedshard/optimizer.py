@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
 from fusedshard import checkpoint
-from fusedshard.comm import Communicator
+from fusedshard.comm import Communicator, describe_error, raise_shared
 from fusedshard.engine import Engine
 from fusedshard.fingerprint import agree_on_groups
 from fusedshard.kernels import GroupScalars
@@ -178,8 +179,14 @@ class Adam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         engine = self._built
-        groups = [_scalars(group) for group in self.param_groups]
-        grads, used = engine.average_gradients(groups)
+        groups: list[GroupScalars] = []
+        error = None
+        try:
+            engine.check_unchanged(self.param_groups)
+            groups = [_scalars(group) for group in self.param_groups]
+        except Exception as caught:  # as in the constructor
+            error = caught
+        grads, used = engine.average_gradients(groups, error)
         engine.update(grads, used, groups)
         self._show_state(index for index, is_used in enumerate(used) if is_used)
         return loss
@@ -231,7 +238,10 @@ class Adam(torch.optim.Optimizer):
         packed = super().state_dict()
         for index, state in packed["state"].items():
             whole = moments.get(index, {})
-            packed["state"][index] = {n: whole.get(n, value.clone()) for n, value in state.items()}
+            packed["state"][index] = {
+                name: whole[name] if name in whole else copy.deepcopy(value)
+                for name, value in state.items()
+            }
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -241,15 +251,20 @@ class Adam(torch.optim.Optimizer):
         Parameters without an entry start afresh at their first gradient.
 
         Raises:
-            ValueError: on every rank, with nothing changed, where a dict does not fit; the group
-                or the parameter is named, with both shapes.
+            ValueError: on every rank, with nothing changed, where a dict does not fit (the group
+                or the parameter is named, with both shapes), or the ranks bring dicts that differ
+                in their groups, steps, or in which parameters have state.
         """
-        error = None
+        error, content = None, ""
         try:
             checkpoint.check_fits(state_dict, self.param_groups)
-        except ValueError as caught:
+            content = checkpoint.describe_content(state_dict)
+        except Exception as caught:  # as in the constructor
             error = caught
-        self._built.comm.raise_everywhere(error)
+        answers = self._built.comm.gather_objects((describe_error(error), content))
+        raise_shared(error, [failure for failure, _ in answers])
+        if len({content for _, content in answers}) > 1:
+            raise ValueError("state_dict: the ranks bring different ones")
         super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

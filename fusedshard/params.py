@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,8 +40,14 @@ def check_params(groups: Sequence[Mapping[str, Any]], first: int) -> None:
     """Raise TypeError or ValueError, naming the parameter, for one that cannot be re-homed."""
     labels = parameter_labels(groups, first)
     seen: set[torch.nn.Parameter] = set()
+    spans: list[tuple[int, int, str]] = []
     for label, param in zip(labels, iterate_params(groups), strict=True):
         check_device(label, param.device)
+        if is_wrapper(param) or getattr(param, "_is_flat_param", False):
+            raise TypeError(
+                f"{label}: got a {type(param).__name__} without memory of its own (DTensor, FSDP, "
+                "or a tensor subclass that wraps others), wanted a plain parameter"
+            )
         if param.dtype not in SUPPORTED_DTYPES:
             wanted = " or ".join(map(str, SUPPORTED_DTYPES))
             raise TypeError(f"{label}: got {param.dtype}, wanted {wanted}")
@@ -52,6 +59,24 @@ def check_params(groups: Sequence[Mapping[str, Any]], first: int) -> None:
         if param in seen:
             raise ValueError(f"{label}: got the same parameter twice in one group, wanted it once")
         seen.add(param)
+        spans.append((param.data_ptr(), param.data_ptr() + param.nbytes, label))
+    spans = sorted(span for span in spans if span[0] < span[1])
+    for (_, end, label), (start, _, other) in itertools.pairwise(spans):
+        if start < end:
+            raise ValueError(
+                f"{other}: shares memory with {label}, which flat memory would end: to tie "
+                "weights, use one Parameter object in both places"
+            )
+
+
+def form_of(param: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
+    """What must not change while an optimizer holds a parameter."""
+    return param.dtype, param.size(), param.stride()
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether its operations are intercepted, so that its address is not that of its values."""
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
 
 def spec_of(index: int, param: torch.Tensor) -> ParamSpec:
@@ -75,10 +100,21 @@ def dense_gradient(label: str, param: torch.Tensor) -> torch.Tensor | None:
             f"{label}: got a gradient of layout {grad.layout}, wanted a dense one: sparse "
             "gradients are not supported (build the embedding with sparse=False)"
         )
+    if is_wrapper(grad):
+        raise RuntimeError(
+            f"{label}: got a gradient of type {type(grad).__name__}, wanted a plain tensor"
+        )
+    if grad.size() != param.size() or grad.device != param.device:
+        raise RuntimeError(
+            f"{label}: got a gradient of shape {tuple(grad.shape)} on {grad.device}, wanted "
+            f"{tuple(param.shape)} on {param.device}"
+        )
     # Kernels read memory: a lazily negated view holds other values than it shows.
     if grad.stride() == param.stride() and grad.dtype == param.dtype and not grad.is_neg():
         return grad
-    return torch.empty_strided(param.size(), param.stride(), dtype=param.dtype).copy_(grad)
+    return torch.empty_strided(
+        param.size(), param.stride(), dtype=param.dtype, device=param.device
+    ).copy_(grad)
 
 
 def store_gradient(param: torch.Tensor, mean: torch.Tensor) -> None:
@@ -92,10 +128,12 @@ def store_gradient(param: torch.Tensor, mean: torch.Tensor) -> None:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a stretch of memory without gaps or overlaps, in any order."""
+    if tensor.numel() == 0:
+        return True
     expected = 1
     dims = [(s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n != 1]
     for stride, size in sorted(dims):
-        if size > 0 and stride != expected:
+        if stride != expected:
             return False
         expected *= size
     return True

@@ -1,0 +1,247 @@
+"""What users do to an optimizer behind its back: an error on every rank, and nothing changed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import Rank, RankPool
+from torch.testing._internal.two_tensor import TwoTensor
+from training import assert_same_bits, make_params
+
+import fusedshard
+
+Edit = Callable[[fusedshard.AdamW, list[torch.nn.Parameter]], None]
+
+
+def _slice(optimizer: fusedshard.AdamW, params: list[torch.nn.Parameter]) -> None:
+    params[1].data = params[1].data[:3]  # the address stays
+
+
+def _resize_gradient(optimizer: fusedshard.AdamW, params: list[torch.nn.Parameter]) -> None:
+    assert params[1].grad is not None
+    params[1].grad.resize_(2)
+
+
+def _wrap_gradient(optimizer: fusedshard.AdamW, params: list[torch.nn.Parameter]) -> None:
+    params[1].grad = TwoTensor(torch.ones(5), torch.ones(5))
+
+
+def _cast_frozen(optimizer: fusedshard.AdamW, params: list[torch.nn.Parameter]) -> None:
+    params[2].data = params[2].data.double()
+
+
+def _remove_group(optimizer: fusedshard.AdamW, params: list[torch.nn.Parameter]) -> None:
+    del optimizer.param_groups[1]
+
+
+def _append_parameter(optimizer: fusedshard.AdamW, params: list[torch.nn.Parameter]) -> None:
+    optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.ones(2)))
+
+
+def _swap_groups(optimizer: fusedshard.AdamW, params: list[torch.nn.Parameter]) -> None:
+    optimizer.param_groups.reverse()
+
+
+def _bad_betas(optimizer: fusedshard.AdamW, params: list[torch.nn.Parameter]) -> None:
+    optimizer.param_groups[0]["betas"] = None
+
+
+@pytest.mark.parametrize("mode", ["sharded", "replicated"])
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        (_slice, "parameter 1: cast or reshaped"),
+        (_resize_gradient, "parameter 1: got a gradient of shape (2,)"),
+        (_wrap_gradient, "parameter 1: got a gradient of type TwoTensor"),
+        (_cast_frozen, "parameter 2: cast or reshaped"),
+        (_remove_group, "param_groups: groups or parameters were"),
+        (_append_parameter, "param_groups: groups or parameters were"),
+        (_swap_groups, "param_groups: groups or parameters were"),
+        (_bad_betas, "NoneType"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_an_edit_on_one_rank_raises_on_all(
+    ranks: RankPool, mode: str, edit: Edit, named: str
+) -> None:
+    for text, before, after in ranks.run(2, _edit, mode, edit):
+        assert named in text
+        assert_same_bits(before, after)
+
+
+def _edit(rank: Rank, mode: str, edit: Edit) -> Any:
+    params = make_params([(17, 257), (5,), (4,)])
+    params[2].requires_grad_(False)
+    groups: list[dict[str, Any]] = [{"params": params[:1]}, {"params": params[1:], "lr": 0.0}]
+    optimizer = fusedshard.AdamW(groups, mode=mode, process_group=rank.group)
+    for param in params[:2]:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    if rank.rank == 1:
+        edit(optimizer, params)
+
+    def snapshot() -> Any:
+        steps = optimizer._built.steps.clone()
+        moment = optimizer.state[params[0]]["exp_avg"].clone()
+        return [p.detach().clone() for p in params], steps, moment
+
+    before = snapshot()
+    with pytest.raises((RuntimeError, TypeError)) as caught:
+        optimizer.step()
+    return str(caught.value), before, snapshot()
+
+
+@pytest.mark.parametrize("mode", ["sharded", "replicated"])
+def test_external_gradients_on_some_ranks_only(ranks: RankPool, mode: str) -> None:
+    for text in ranks.run(2, _partial_external, mode):
+        assert text.startswith("parameter 1: got a gradient on some ranks only")
+
+
+def _partial_external(rank: Rank, mode: str) -> str:
+    params = make_params([(17, 257), (5,)])
+    options: dict[str, Any] = {"grad_sync": "external", "mode": mode, "process_group": rank.group}
+    optimizer = fusedshard.AdamW(params, **options)
+    params[0].grad = torch.ones(17, 257)
+    params[1].grad = torch.ones(5) if rank.rank == 1 else None
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def _other_steps(state: dict[str, Any]) -> None:
+    state["state"][0]["step"] += 5
+
+
+def _entry_missing(state: dict[str, Any]) -> None:
+    del state["state"][1]
+
+
+def _not_a_tensor(state: dict[str, Any]) -> None:
+    state["state"][0]["exp_avg"] = 3
+
+
+def _step_is_nan(state: dict[str, Any]) -> None:
+    state["state"][0]["step"] = torch.tensor(torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (_other_steps, "the ranks bring different ones"),
+        (_entry_missing, "the ranks bring different ones"),
+        (_not_a_tensor, "parameter 0: exp_avg is a int"),
+        (_step_is_nan, "parameter 0: step is nan"),
+    ],
+)
+def test_state_dicts_that_differ_between_ranks(ranks: RankPool, spoil: Any, named: str) -> None:
+    for text, before, after in ranks.run(2, _load, spoil):
+        assert named in text
+        assert_same_bits(before, after)
+
+
+def _load(rank: Rank, spoil: Any) -> Any:
+    params = make_params([(17, 257), (5,)])
+    optimizer = fusedshard.AdamW(params, process_group=rank.group)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before, other = optimizer.full_state_dict(), optimizer.full_state_dict()
+    other["param_groups"][0]["lr"] = 7.0
+    if rank.rank == 1:
+        spoil(other)
+    with pytest.raises(ValueError) as caught:
+        optimizer.load_state_dict(other)
+    return str(caught.value), before, optimizer.full_state_dict()
+
+
+def test_a_state_dict_without_amsgrad_turns_it_off() -> None:
+    plain = fusedshard.AdamW(make_params([(5,)]))
+    plain.param_groups[0]["params"][0].grad = torch.ones(5)
+    plain.step()
+    optimizer = fusedshard.AdamW(make_params([(5,)]), amsgrad=True)
+    optimizer.load_state_dict(plain.state_dict())
+    assert optimizer.param_groups[0]["amsgrad"] is False
+    assert_same_bits(optimizer.state_dict(), plain.state_dict())
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    base = torch.randn(12)
+    a, b = torch.nn.Parameter(base), torch.nn.Parameter(base.view(3, 4))
+    with pytest.raises(ValueError, match=r"parameter 1: shares memory with parameter 0"):
+        fusedshard.AdamW([a, b])
+    parts = [torch.nn.Parameter(part) for part in base.split(6)]  # beside each other is fine
+    fusedshard.AdamW(parts)
+
+
+def test_wrapper_subclasses_are_refused() -> None:
+    param = torch.nn.Parameter(TwoTensor(torch.ones(5), torch.ones(5)))
+    with pytest.raises(TypeError, match=r"parameter 0: got a .* without memory of its own"):
+        fusedshard.AdamW([param])
+
+
+def test_dtensor_parameters_are_refused(ranks: RankPool) -> None:
+    for text in ranks.run(2, _fsdp2):
+        assert "without memory of its own (DTensor" in text
+
+
+def _fsdp2(rank: Rank) -> str:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 4)
+    fully_shard(model, mesh=DeviceMesh.from_group(rank.group, "cpu"))
+    with pytest.raises(TypeError) as caught:
+        fusedshard.AdamW(model.parameters(), process_group=rank.group)
+    return str(caught.value)
+
+
+def test_empty_parameters_of_any_strides() -> None:
+    param = torch.nn.Parameter(torch.randn(3, 0).t())
+    optimizer = fusedshard.AdamW([param])
+    param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 1
+
+
+def test_a_default_device_changes_nothing() -> None:
+    params = make_params([(5,)])
+    with torch.device("meta"):
+        optimizer = fusedshard.AdamW(params, lr=1.0, eps=1.0, weight_decay=0.0)
+    expected = params[0].detach() - 0.5
+    params[0].grad = torch.ones(5)
+    with torch.device("meta"):
+        optimizer.step()
+    torch.testing.assert_close(params[0].detach(), expected)
+
+
+_LATE_GROUP = """
+import os, torch, torch.distributed as dist, fusedshard
+param = torch.nn.Parameter(torch.ones(3))
+optimizer = fusedshard.AdamW([param])
+dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}",
+                        rank=int(os.environ["RANK"]), world_size=2)
+param.grad = torch.ones(3)
+try:
+    optimizer.step()
+except RuntimeError as error:
+    assert "before init_process_group" in str(error) and param.sum() == 3
+    print("refused")
+"""
+
+
+def test_built_before_the_process_group(tmp_path: Any) -> None:
+    environment = {**os.environ, "STORE": str(tmp_path / "store")}
+    command = [sys.executable, "-c", _LATE_GROUP]
+    ranks = [
+        subprocess.Popen(
+            command, env={**environment, "RANK": str(r)}, stdout=subprocess.PIPE, text=True
+        )
+        for r in range(2)
+    ]
+    assert [rank.communicate(timeout=120)[0] for rank in ranks] == ["refused\n"] * 2
