@@ -6,7 +6,8 @@ import pytest
 import torch
 from kernel_cases import running_on
 
-from fusedshard.kernels import _C, SegmentTable, gradient_addresses, pack_, unpack_
+from fusedshard import _C
+from fusedshard.kernels import SegmentTable, gradient_addresses, pack_, unpack_
 from fusedshard.layout import Segment
 
 

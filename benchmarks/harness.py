@@ -1,0 +1,158 @@
+"""Interleaved timing, the statistics of it, and the ranks that it runs on."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from load import CpuUse, Stretch, wait_for_idle
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch.multiprocessing.spawn import spawn
+
+Samples = dict[str, list[float]]
+T = TypeVar("T")
+
+
+def rotated(names: Sequence[str], turn: int) -> list[str]:
+    """`names`, begun at place `turn`: over the turns each name stands equally often everywhere."""
+    start = turn % len(names)
+    return [*names[start:], *names[:start]]
+
+
+@dataclass
+class Timing:
+    """Seconds of each variant, round by round, and this process's view of each round's load."""
+
+    samples: Samples
+    rounds: list[Stretch]
+
+
+def interleave(
+    variants: Mapping[str, Callable[[], float]],
+    repeats: int,
+    *,
+    before_round: Callable[[], object],
+    progress: bool = True,
+) -> Timing:
+    """Run every variant once a round, in rotating order, after one round that is not counted.
+
+    Each variant returns the seconds to be counted. With a process group every rank must call this
+    with the same variants: they are then called in the same order everywhere.
+    """
+    timing = Timing({name: [] for name in variants}, [])
+    with _progress(progress) as bar:
+        task = bar.add_task("", total=(repeats + 1) * len(variants))
+        for turn in range(repeats + 1):
+            before_round()
+            start, seconds = CpuUse.now(), {}
+            for name in rotated(list(variants), turn):
+                bar.update(task, description=name)
+                seconds[name] = variants[name]()
+                bar.advance(task)
+            if turn:
+                timing.rounds.append((start, CpuUse.now()))
+                for name in variants:
+                    timing.samples[name].append(seconds[name])
+    return timing
+
+
+def _progress(shown: bool) -> Progress:
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median and quartiles, in the unit of the values."""
+
+    median: float
+    lower: float
+    upper: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        if len(values) == 1:
+            return Spread(values[0], values[0], values[0])
+        lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
+        return Spread(median, lower, upper)
+
+    def text(self, scale: float = 1.0, digits: int = 2) -> str:
+        values = (self.median, self.lower, self.upper)
+        median, lower, upper = (f"{value * scale:.{digits}f}" for value in values)
+        return f"{median} ({lower}-{upper})"
+
+
+def ratio(samples: Samples, name: str, base: str) -> Spread:
+    """Of samples[name] / samples[base], taken round by round.
+
+    Both numbers of a pair come from one round, so that slow drift of the machine cancels.
+    """
+    pairs = zip(samples[name], samples[base], strict=True)
+    return Spread.of([value / reference for value, reference in pairs])
+
+
+def slowest_rank(samples: Samples) -> Samples:
+    """Each sample as the slowest rank saw it. Collective."""
+    ranks = gather(samples)
+    return {
+        name: [max(values) for values in zip(*(rank[name] for rank in ranks), strict=True)]
+        for name in samples
+    }
+
+
+def gather(value: T) -> list[T]:
+    """Every rank's value, in rank order. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def start_round(idle_wait: float) -> None:
+    """Wait until the machine is idle, as `wait_for_idle` does, together. Collective."""
+    if dist.get_rank() == 0:
+        wait_for_idle(idle_wait)
+    dist.barrier()
+
+
+def run_ranks(ranks: int, work: Callable[..., None], *args: Any) -> None:
+    """Run `work(*args)` in `ranks` new processes that form the default gloo group."""
+    # Ranks on one machine talk over loopback, whatever its host name resolves to.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "store"
+        spawn(_rank, (ranks, store.as_uri(), work, args), ranks)
+
+
+def _rank(rank: int, ranks: int, store: str, work: Callable[..., None], args: Any) -> None:
+    with process_group(init_method=store, rank=rank, world_size=ranks):
+        work(*args)
+
+
+@contextmanager
+def process_group(**how: Any) -> Iterator[None]:
+    """The default gloo group, from torchrun's environment unless told otherwise."""
+    dist.init_process_group("gloo", **how)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """torch's number of threads, which fusedshard follows."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,142 @@
+"""What a benchmark leaves behind: where it ran, how busy that was, the bars, and a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import Spread
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A claim about one ratio: `measured.median` is to be at least, or at most, `wanted`."""
+
+    claim: str
+    measured: Spread
+    at_least: float | None = None
+    at_most: float | None = None
+
+    @property
+    def met(self) -> bool:
+        median = self.measured.median
+        return (self.at_least is None or median >= self.at_least) and (
+            self.at_most is None or median <= self.at_most
+        )
+
+    @property
+    def wanted(self) -> str:
+        return f">= {self.at_least}" if self.at_most is None else f"<= {self.at_most}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "claim": self.claim,
+            "wanted": self.wanted,
+            "measured": asdict(self.measured),
+            "met": self.met,
+        }
+
+
+def bars_table(bars: Sequence[Bar], *, quick: bool) -> Table:
+    """The bars and whether each is met, which a quick run is too small and too short to tell."""
+    table = Table("claim", "wanted", "measured: median (quartiles)", "")
+    for bar in bars:
+        verdict = "[green]met[/]" if bar.met else "[red]missed[/]"
+        verdict = "not judged: --quick" if quick else verdict
+        table.add_row(bar.claim, bar.wanted, bar.measured.text(), verdict)
+    return table
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="small, only to see that it runs")
+    parser.add_argument("--repeats", type=int, help="rounds that are counted")
+    parser.add_argument(
+        "--idle-wait",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="begin each round when other processes are idle, after this long at the latest",
+    )
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the JSON")
+
+
+def header(benchmark: str, args: argparse.Namespace) -> dict[str, Any]:
+    """What every report begins with."""
+    return {
+        "benchmark": benchmark,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "commit": git_commit(),
+        "machine": machine(),
+        "versions": versions(),
+        "settings": {key: value for key, value in vars(args).items() if key != "out"},
+    }
+
+
+def busy(other_cores: float) -> str:
+    return f"others kept {other_cores:.2f} cores busy"
+
+
+def machine() -> dict[str, Any]:
+    cpus = [line for line in _lines("/proc/cpuinfo") if line.startswith(("model name", "CPU part"))]
+    memory = [line for line in _lines("/proc/meminfo") if line.startswith("MemTotal")]
+    return {
+        "cpu": cpus[0].split(":", 1)[1].strip() if cpus else platform.processor(),
+        "architecture": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": int(memory[0].split()[1]) * 1024,
+        "kernel": platform.release(),
+        "transparent_hugepage": _lines("/sys/kernel/mm/transparent_hugepage/enabled"),
+        "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    file = Path(path)
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("fusedshard", "deepspeed"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of these sources, with "-dirty" where they differ from it."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def open_console() -> Console:
+    """Of the terminal's width, and wide enough for the tables where there is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 160)
+
+
+def write(report: dict[str, Any], folder: Path, name: str, console: Console) -> None:
+    """Write `report` as NAME.json, and say where."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    console.print(f"written: {path}", soft_wrap=True)

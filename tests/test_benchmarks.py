@@ -1,0 +1,239 @@
+"""The benchmarks run, say what they must, and leave it in JSON. Never a word about timings."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+def run(folder: Path, *command: str) -> str:
+    """Run a benchmark in its quick form, and return what it printed."""
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
+    result = subprocess.run(
+        [sys.executable, *command, "--quick", "--out", str(folder)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    return result.stdout
+
+
+def only_report(folder: Path, name: str) -> dict[str, Any]:
+    """The one report that was written, with what every report begins with checked."""
+    assert [path.name for path in folder.glob("*.json")] == [f"{name}.json"]
+    report: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    assert report["machine"]["cpu"] and report["machine"]["cores"] >= 1
+    assert report["machine"]["memory_bytes"] > 2**28
+    assert {"python", "torch", "fusedshard"} <= set(report["versions"])
+    assert report["settings"]["quick"] is True
+    assert "commit" in report and report["date"].endswith("+00:00")
+    return report
+
+
+def check_spread(spread: dict[str, float]) -> None:
+    assert 0 < spread["lower"] <= spread["median"] <= spread["upper"]
+
+
+def check_bars(report: dict[str, Any], printed: str) -> None:
+    for bar in report["bars"]:
+        check_spread(bar["measured"])
+        relation, limit = bar["wanted"].split()
+        measured = bar["measured"]["median"]
+        assert bar["met"] == (
+            measured >= float(limit) if relation == ">=" else measured <= float(limit)
+        )
+        assert bar["claim"] in printed
+
+
+def test_kernel(tmp_path: Path) -> None:
+    options = ("--isa", "all", "--elements", "5000", "--repeats", "2", "--idle-wait", "0.01")
+    printed = run(tmp_path, str(BENCHMARKS / "bench_kernel.py"), *options)
+    report = only_report(tmp_path, "kernel")
+    assert (report["settings"]["elements"], report["settings"]["repeats"]) == (5000, 2)
+    variants = {f"fusedshard {isa}" for isa in report["settings"]["isa"]}
+    assert variants and "fusedshard baseline" in variants
+    for result, count in zip(report["results"], (1, 2), strict=True):
+        assert result["threads"] == count
+        rows = {row["name"]: row for row in result["rows"]}
+        assert variants < set(rows)
+        assert {"roofline", "read floor", "torch AdamW fused", "torch AdamW foreach"} < set(rows)
+        for name, row in rows.items():
+            assert len(row["samples"]) == report["settings"]["repeats"]
+            check_spread(row["seconds"])
+            counted = (16 if name == "read floor" else 28) * report["settings"]["elements"]
+            bandwidth = counted / row["seconds"]["median"] / 1e9
+            assert row["gigabytes_per_second"] == pytest.approx(bandwidth)
+            assert name in printed
+        assert rows["roofline"]["share_of_roofline"]["median"] == 1
+        assert rows["torch AdamW fused"]["speed_against_torch_fused"]["median"] == 1
+    differences = report["largest_difference_from_fp64"]
+    assert variants < set(differences)
+    assert max(differences.values()) < 1e-6, "not all did the same work"
+    assert len(report["bars"]) == 4
+    check_bars(report, printed)
+
+
+STEP_VARIANTS = {
+    "DDP + AdamW fused",
+    "DDP, gradient_as_bucket_view + AdamW fused",
+    "DDP + ZeroRedundancyOptimizer fused",
+    "DDP + ZeroRedundancyOptimizer fused, parameters_as_bucket_view",
+    "FSDP2 + AdamW fused",
+    "FSDP2, parameters kept after forward + AdamW fused",
+    "fusedshard replicated, ordered",
+    "fusedshard sharded, ordered",
+    "fusedshard sharded, backend",
+}
+
+
+def check_step(folder: Path, printed: str) -> dict[str, Any]:
+    """What holds for every run of bench_step.py; returns the report's rows by name."""
+    report = only_report(folder, "step_2_ranks")
+    settings = report["settings"]
+    assert settings["ranks"] == 2
+    rows = {row["name"]: row for row in report["results"]}
+    assert set(rows) == STEP_VARIANTS
+    for name, row in rows.items():
+        assert len(row["samples"]) == settings["repeats"]
+        check_spread(row["step_seconds"])
+        assert name in printed
+        assert set(row["seconds"]) == {"forward", "backward", "step", "zero_grad"}
+    assert report["largest_loss_difference"] < 1e-4, "not all did the same work"
+    assert len(report["bars"]) == 4
+    check_bars(report, printed)
+    return rows | {"parameters": settings["parameters"]}
+
+
+def test_step_under_torchrun(tmp_path: Path) -> None:
+    options = ("--steps", "2", "--batch", "2", "--threads", "2", "--repeats", "1")
+    printed = run(tmp_path, *TORCHRUN, str(BENCHMARKS / "bench_step.py"), *options)
+    check_step(tmp_path, printed)
+    settings = only_report(tmp_path, "step_2_ranks")["settings"]
+    assert (settings["batch"], settings["threads"]) == (2, 2)
+    assert settings["loss_after_steps"] == 2 * (1 + 1), "a round that is not counted, then one"
+
+
+def test_step_counts_state_and_traffic(tmp_path: Path) -> None:
+    rows = check_step(tmp_path, run(tmp_path, str(BENCHMARKS / "bench_step.py")))
+    parameters = rows["parameters"]
+    moments, padding = 8 * parameters, 1.02
+    for name in ("DDP + AdamW fused", "fusedshard replicated, ordered"):
+        assert moments <= rows[name]["state_bytes"] <= moments * padding
+    for name in ("fusedshard sharded, ordered", "FSDP2 + AdamW fused"):
+        assert moments / 2 <= rows[name]["state_bytes"] <= moments / 2 * padding
+    # Of two ranks each sends half of the gradients and half of the parameters.
+    ordered = rows["fusedshard sharded, ordered"]
+    assert 2 * parameters <= ordered["sent_bytes"]["all_to_all"] <= 2 * parameters * padding
+    assert 2 * parameters <= ordered["sent_bytes"]["all_gather"] <= 2 * parameters * padding
+    assert ordered["collectives"]["status"] == 1
+    assert rows["fusedshard sharded, backend"]["collectives"]["reduce_scatter"] >= 1
+    assert set(ordered["seconds_of_step"]) == {"exchange", "status", "update", "gather"}
+
+
+def test_comm(tmp_path: Path) -> None:
+    printed = run(tmp_path, str(BENCHMARKS / "bench_comm.py"))
+    report = only_report(tmp_path, "comm_2_ranks")
+    (result,) = report["results"]
+    rows = {row["name"]: row for row in result["rows"]}
+    assert sum(name.startswith("exchange: ") for name in rows) == 4
+    assert sum(name.startswith("gather: ") for name in rows) == 4
+    assert rows["all_reduce"]["against_all_reduce"]["median"] == 1
+    for name, row in rows.items():
+        check_spread(row["seconds"])
+        assert name in printed
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Import one of the benchmarks' modules by name, as the scripts do."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def load(name: str) -> ModuleType:
+        return importlib.import_module(name)
+
+    return load
+
+
+def test_interleaving_gives_every_variant_every_place(module: Any) -> None:
+    harness = module("harness")
+    calls: list[str] = []
+    rounds: list[int] = []
+
+    def variant(name: str) -> Callable[[], float]:
+        def call() -> float:
+            calls.append(name)
+            return float(len(calls))
+
+        return call
+
+    timing = harness.interleave(
+        {name: variant(name) for name in "abc"},
+        repeats=3,
+        before_round=lambda: rounds.append(len(calls)),
+        progress=False,
+    )
+    assert "".join(calls) == "abcbcacababc"
+    assert rounds == [0, 3, 6, 9]
+    # The first round is not counted; the numbers say when each was called.
+    assert timing.samples == {"a": [6, 8, 10], "b": [4, 9, 11], "c": [5, 7, 12]}
+    assert len(timing.rounds) == 3
+
+
+def test_ratios_are_taken_round_by_round(module: Any) -> None:
+    harness = module("harness")
+    # A machine that gets ten times slower half-way: the ratio of medians would say 10 or 0.2.
+    samples = {"x": [1.0, 1.0, 10.0], "base": [2.0, 2.0, 20.0]}
+    assert harness.ratio(samples, "x", "base") == harness.Spread(0.5, 0.5, 0.5)
+    assert harness.Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == harness.Spread(3.0, 2.0, 4.0)
+    assert harness.Spread.of([7.0]) == harness.Spread(7.0, 7.0, 7.0)
+    assert harness.Spread(0.5, 0.25, 1.0).text(scale=1e3, digits=0) == "500 (250-1000)"
+
+
+def test_load_of_others_leaves_out_the_ranks(module: Any) -> None:
+    load = module("load")
+
+    def stretch(own: float) -> Any:
+        start = load.CpuUse(wall=10.0, everybody=100.0, own=1.0, stolen=3.0)
+        return start, load.CpuUse(wall=14.0, everybody=107.0, own=1.0 + own, stolen=3.5)
+
+    # In 4 s all processes took 7 s, two ranks 2 s and 3 s of it, other machines half a second.
+    assert load.other_cores([stretch(2.0), stretch(3.0)]) == pytest.approx(2.5 / 4)
+    assert load.other_cores([stretch(9.0)]) == 0
+    rounds = [[stretch(2.0), stretch(3.0), stretch(7.5)]]
+    assert load.median_other_cores(rounds) == pytest.approx(4.5 / 4)
+
+
+def test_waiting_for_an_idle_machine_ends(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = module("load")
+    now, slept = [0.0], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr(load.time, "sleep", sleep)
+    monkeypatch.setattr(load.time, "monotonic", lambda: now[0])
+    for busy, sleeps in ((1.0, 5), (0.0, 1)):
+        now[0], slept[:] = 0.0, []
+        monkeypatch.setattr(
+            load.CpuUse, "now", lambda busy=busy: load.CpuUse(now[0], busy * now[0], 0.0, 0.0)
+        )
+        load.wait_for_idle(limit=0.5, period=0.1)
+        assert len(slept) == sleeps
+    load.wait_for_idle(limit=0.0)
+    assert len(slept) == 1
