@@ -16,6 +16,7 @@ from fusedshard.kernels import GroupScalars
 from fusedshard.layout import Layout, build_layout
 from fusedshard.options import ParallelOptions
 from fusedshard.params import (
+    check_param,
     dense_gradient,
     form_of,
     iterate_params,
@@ -130,7 +131,8 @@ class Engine:
         Raises:
             RuntimeError: on every rank, with nothing changed, if one of them has an error, or
                 the ranks' hyperparameters differ, or gradients that are averaged already are
-                there on some ranks only.
+                there on some ranks only. TypeError, ValueError: likewise, if a parameter that was
+                frozen cannot be trained here.
         """
         grads: list[torch.Tensor | None] = [None] * len(self.params)
         if error is None:
@@ -140,7 +142,10 @@ class Engine:
             except Exception as caught:  # the other ranks must learn of it
                 error = caught
         used = self._agree(grads, error, groups)
-        self._adopt([index for index, is_used in enumerate(used) if is_used])
+        thawed = [i for i, is_used in enumerate(used) if is_used and i not in self._adopted]
+        for index in thawed:  # alike on all ranks, as their forms are
+            check_param(self._labels[index], self.params[index])
+        self._adopt(thawed)
         if self._reduces:
             with self.comm.stats.phase("exchange"):
                 self._reduce(grads, used)
@@ -216,7 +221,7 @@ class Engine:
         with self.comm.stats.phase("status"):
             digest = hashlib.sha256(repr(groups).encode()).digest()[:8]
             row = [*digest, error is not None, *(grad is not None for grad in grads)]
-            rows = self.comm.gather_rows(torch.tensor(row, dtype=torch.uint8))
+            rows = self.comm.gather_rows(torch.tensor(row, dtype=torch.uint8, device="cpu"))
             failed, *used = rows[:, len(digest) :].amax(dim=0).tolist()
             if failed:
                 self.comm.raise_everywhere(error)

@@ -37,31 +37,44 @@ def parameter_labels(groups: Iterable[Mapping[str, Any]], first: int = 0) -> lis
 
 
 def check_params(groups: Sequence[Mapping[str, Any]], first: int) -> None:
-    """Raise TypeError or ValueError, naming the parameter, for one that cannot be re-homed."""
+    """Raise TypeError or ValueError, naming the parameter, for one that cannot be trained here.
+
+    Frozen parameters may be anything: `check_param` is for them when they thaw.
+    """
     labels = parameter_labels(groups, first)
     seen: set[torch.nn.Parameter] = set()
-    spans: list[tuple[int, int, str]] = []
+    training: list[tuple[str, torch.nn.Parameter]] = []
     for label, param in zip(labels, iterate_params(groups), strict=True):
-        check_device(label, param.device)
-        if is_wrapper(param) or getattr(param, "_is_flat_param", False):
-            raise TypeError(
-                f"{label}: got a {type(param).__name__} without memory of its own (DTensor, FSDP, "
-                "or a tensor subclass that wraps others), wanted a plain parameter"
-            )
-        if param.dtype not in SUPPORTED_DTYPES:
-            wanted = " or ".join(map(str, SUPPORTED_DTYPES))
-            raise TypeError(f"{label}: got {param.dtype}, wanted {wanted}")
-        if not is_dense(param):
-            raise ValueError(
-                f"{label}: got shape {tuple(param.shape)} with strides {param.stride()}, wanted "
-                "elements that fill their memory without gaps or overlaps: pass a contiguous copy"
-            )
         if param in seen:
             raise ValueError(f"{label}: got the same parameter twice in one group, wanted it once")
         seen.add(param)
-        spans.append((param.data_ptr(), param.data_ptr() + param.nbytes, label))
-    spans = sorted(span for span in spans if span[0] < span[1])
-    for (_, end, label), (start, _, other) in itertools.pairwise(spans):
+        if param.requires_grad:
+            check_param(label, param)
+            training.append((label, param))
+    _check_apart(training)
+
+
+def check_param(label: str, param: torch.Tensor) -> None:
+    """Raise TypeError or ValueError for a parameter that cannot be moved into flat memory."""
+    check_device(label, param.device)
+    if is_wrapper(param) or getattr(param, "_is_flat_param", False):
+        raise TypeError(
+            f"{label}: got a {type(param).__name__} without memory of its own (DTensor, FSDP, "
+            "or a tensor subclass that wraps others), wanted a plain parameter"
+        )
+    if param.dtype not in SUPPORTED_DTYPES:
+        wanted = " or ".join(map(str, SUPPORTED_DTYPES))
+        raise TypeError(f"{label}: got {param.dtype}, wanted {wanted}")
+    if not is_dense(param):
+        raise ValueError(
+            f"{label}: got shape {tuple(param.shape)} with strides {param.stride()}, wanted "
+            "elements that fill their memory without gaps or overlaps: pass a contiguous copy"
+        )
+
+
+def _check_apart(params: Sequence[tuple[str, torch.Tensor]]) -> None:
+    spans = [(p.data_ptr(), p.data_ptr() + p.nbytes, label) for label, p in params if p.numel()]
+    for (_, end, label), (start, _, other) in itertools.pairwise(sorted(spans)):
         if start < end:
             raise ValueError(
                 f"{other}: shares memory with {label}, which flat memory would end: to tie "

@@ -369,3 +369,28 @@ def test_amsgrad_of_one_group_costs_the_others_nothing() -> None:
         rtol=0,
         atol=1e-6,
     )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_parameters_may_be_of_any_dtype_until_they_thaw(ranks: RankPool, mode: str) -> None:
+    """As when adapters train beside a frozen base in low precision."""
+    for moved, frozen, text, unchanged in ranks.run(2, _frozen_base, mode):
+        assert moved and frozen
+        assert "parameter 0: got torch.bfloat16, wanted torch.float32" in text and unchanged
+
+
+def _frozen_base(rank: Rank, mode: str) -> Any:
+    base = torch.nn.Parameter(torch.ones(6, dtype=torch.bfloat16), requires_grad=False)
+    (adapter,) = make_params([(5,)])
+    before = adapter.detach().clone()
+    optimizer = fusedshard.AdamW([base, adapter], mode=mode, process_group=rank.group)
+    adapter.grad = torch.ones(5)
+    optimizer.step()
+    moved, frozen = not torch.equal(adapter, before), bool((base == 1).all())
+    base.requires_grad_(True)
+    base.grad = torch.ones_like(base) if rank.rank == 1 else None
+    stepped = adapter.detach().clone()
+    with pytest.raises(TypeError) as caught:
+        optimizer.step()
+    unchanged = torch.equal(adapter, stepped) and optimizer.state[adapter]["step"].item() == 1
+    return moved, frozen, str(caught.value), unchanged
