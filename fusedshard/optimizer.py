@@ -255,17 +255,12 @@ class Adam(torch.optim.Optimizer):
                 or the parameter is named, with both shapes), or the ranks bring dicts that differ
                 in their groups, steps, or in which parameters have state.
         """
-        error, content = None, ""
+        # Registered now, it runs after all hooks of the user's, which may mend the dict.
+        check = self.register_load_state_dict_pre_hook(_check_state_dict)
         try:
-            checkpoint.check_fits(state_dict, self.param_groups)
-            content = checkpoint.describe_content(state_dict)
-        except Exception as caught:  # as in the constructor
-            error = caught
-        answers = self._built.comm.gather_objects((describe_error(error), content))
-        raise_shared(error, [failure for failure, _ in answers])
-        if len({content for _, content in answers}) > 1:
-            raise ValueError("state_dict: the ranks bring different ones")
-        super().load_state_dict(state_dict)
+            super().load_state_dict(state_dict)
+        finally:
+            check.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what torch's ``load_state_dict`` has put together."""
@@ -334,6 +329,21 @@ class AdamW(Adam):
             grad_sync=grad_sync,
             bucket_cap_mb=bucket_cap_mb,
         )
+
+
+def _check_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """Raise on every rank if a rank's dict does not fit, or the ranks bring different ones."""
+    assert isinstance(optimizer, Adam)
+    error, content = None, ""
+    try:
+        checkpoint.check_fits(state_dict, optimizer.param_groups)
+        content = checkpoint.describe_content(state_dict)
+    except Exception as caught:  # as in the constructor
+        error = caught
+    answers = optimizer._built.comm.gather_objects((describe_error(error), content))
+    raise_shared(error, [failure for failure, _ in answers])
+    if len({content for _, content in answers}) > 1:
+        raise ValueError("state_dict: the ranks bring different ones")
 
 
 def _scalars(group: Mapping[str, Any]) -> GroupScalars:

@@ -170,6 +170,23 @@ def test_a_state_dict_without_amsgrad_turns_it_off() -> None:
     assert_same_bits(optimizer.state_dict(), plain.state_dict())
 
 
+def test_load_hooks_run_before_the_check() -> None:
+    donor, optimizer = (fusedshard.AdamW(make_params([(5,)])) for _ in range(2))
+    donor.param_groups[0]["params"][0].grad = torch.ones(5)
+    donor.step()
+
+    def unwrap(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        inner: dict[str, Any] = state_dict["optimizer"]
+        return inner
+
+    hook = optimizer.register_load_state_dict_pre_hook(unwrap)
+    optimizer.load_state_dict({"optimizer": donor.state_dict()})
+    assert_same_bits(optimizer.state_dict(), donor.state_dict())
+    hook.remove()
+    optimizer.load_state_dict(donor.state_dict())  # and the check itself is gone again
+    assert len(optimizer._optimizer_load_state_dict_pre_hooks) == 0
+
+
 def test_parameters_that_share_memory_are_refused() -> None:
     base = torch.randn(12)
     a, b = torch.nn.Parameter(base), torch.nn.Parameter(base.view(3, 4))
