@@ -224,6 +224,11 @@ def wait_until_ranks_meet(folder: Path, leader: int) -> None:
     assert len(ranks_of(leader)) == 2
 
 
+def without_gloo(error: str) -> str:
+    """Without what gloo itself logs when a peer dies while it connects."""
+    return "".join(line for line in error.splitlines(True) if "/gloo/transport/" not in line)
+
+
 INTERRUPTED = "fusedshard demo: interrupted, all ranks ended\n"
 
 
@@ -247,7 +252,7 @@ def test_a_signal_ends_all_ranks(
         (os.killpg if to_group else os.kill)(process.pid, number)
         assert process.wait(timeout=30) == status
         wait_for(lambda: not session_of(process.pid), seconds=10)
-        assert process.communicate()[1] == error
+        assert without_gloo(process.communicate()[1]) == error
     assert list(tmp_path.iterdir()) == []
 
 
@@ -257,7 +262,8 @@ def test_a_killed_rank_ends_the_command(tmp_path: Path) -> None:
         os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
         error = process.communicate(timeout=30)[1]
         assert process.returncode == 1
-        assert re.fullmatch(r"fusedshard demo: error: rank \d of 2 was killed by SIGKILL\n", error)
+        message = r"fusedshard demo: error: rank \d of 2 was killed by SIGKILL\n"
+        assert re.fullmatch(message, without_gloo(error))
         wait_for(lambda: not session_of(process.pid), seconds=10)
     assert list(tmp_path.iterdir()) == []
 
