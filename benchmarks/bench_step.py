@@ -24,8 +24,8 @@ from harness import (
     Spread,
     gather,
     interleave,
-    process_group,
     ratio,
+    run_as_rank,
     run_ranks,
     slowest_rank,
     start_round,
@@ -241,9 +241,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     if dist.is_torchelastic_launched():
-        with process_group():
-            measure(args)
-        return
+        run_as_rank(measure, args)
     for ranks in args.ranks:
         run_ranks(ranks, measure, args)
 

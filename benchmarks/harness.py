@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -133,18 +134,22 @@ def run_ranks(ranks: int, work: Callable[..., None], *args: Any) -> None:
 
 
 def _rank(rank: int, ranks: int, store: str, work: Callable[..., None], args: Any) -> None:
-    with process_group(init_method=store, rank=rank, world_size=ranks):
-        work(*args)
+    run_as_rank(work, *args, init_method=store, rank=rank, world_size=ranks)
 
 
-@contextmanager
-def process_group(**how: Any) -> Iterator[None]:
-    """The default gloo group, from torchrun's environment unless told otherwise."""
+def run_as_rank(work: Callable[..., None], *args: Any, **how: Any) -> NoReturn:
+    """Run `work(*args)` with this process as a rank of the default gloo group, found as `how` or
+    torchrun's environment says, and end the process.
+
+    It ends without an orderly exit once all ranks are done: while gloo's threads of one rank wind
+    up, the teardown in another now and then aborts (terminate called without an active exception).
+    """
     dist.init_process_group("gloo", **how)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    work(*args)
+    dist.barrier()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 @contextmanager
