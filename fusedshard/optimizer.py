@@ -130,7 +130,7 @@ class Adam(torch.optim.Optimizer):
         try:
             added = self.param_groups[before:]
             agree_on_groups(self._engine.comm, error, self._options.described(), added, first)
-        except Exception:
+        except Exception:  # whatever it was, the group must be on no rank
             del self.param_groups[before:]
             raise
         self._engine.admit(self.param_groups)

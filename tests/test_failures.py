@@ -64,26 +64,6 @@ def _local_state(optimizer: fusedshard.AdamW) -> Any:
     return [{name: v.clone() for name, v in state.items()} for state in optimizer.state.values()]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_dst_07_replaced_by_another_size(ranks: RankPool, mode: str) -> None:
-    for text, unchanged in ranks.run(3, _replace, mode):
-        assert "parameter 1" in text and unchanged
-
-
-def _replace(rank: Rank, mode: str) -> tuple[str, bool]:
-    params = make_params(SHAPES)
-    optimizer = fusedshard.AdamW(params, mode=mode, process_group=rank.group)
-    if rank.rank == 1:
-        params[1].data = torch.zeros(6)
-    before = [p.detach().clone() for p in params]
-    for param in params:
-        param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError) as caught:
-        optimizer.step()
-    same = all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
-    return str(caught.value), same and not optimizer.state
-
-
 @pytest.mark.parametrize("when", ["in backward", "after backward"])
 def test_dst_10_a_rank_dies(tmp_path: Any, when: str) -> None:
     pool = RankPool(tmp_path)

@@ -184,8 +184,10 @@ def _shp_09(rank: Rank, mode: str, everywhere: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("how", ["double", "clone"])
-def test_lif_10_moved_parameters_raise_everywhere(ranks: RankPool, mode: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["double", "clone", "resize"])
+def test_lif_10_and_dst_07_moved_parameters_raise_everywhere(
+    ranks: RankPool, mode: str, how: str
+) -> None:
     for text, unchanged in ranks.run(2, _lif_10, mode, how):
         assert "parameter 1" in text and "model.to" in text
         assert unchanged
@@ -196,7 +198,8 @@ def _lif_10(rank: Rank, mode: str, how: str) -> tuple[str, bool]:
     optimizer = fusedshard.AdamW(params, mode=mode, process_group=rank.group)
     if rank.rank == 1:
         moved = params[1].detach().clone()
-        params[1].data = moved.double() if how == "double" else moved
+        values = {"double": moved.double(), "clone": moved, "resize": torch.zeros(6)}
+        params[1].data = values[how]
     before = [p.detach().clone() for p in params]
     for param in params:
         param.grad = torch.ones_like(param)
