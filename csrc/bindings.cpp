@@ -2,8 +2,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <tuple>
-
+#include "address.h"
+#include "bindings_cuda.h"
 #include "device.h"
 #include "dispatch_cpu.h"
 #include "flat_memory.h"
@@ -15,28 +15,13 @@ using namespace fusedshard;
 namespace {
 
 template <typename T>
-T* at(int64_t address) {
-  return reinterpret_cast<T*>(static_cast<uintptr_t>(address));
-}
-
-using GroupTuple = std::tuple<double, double, double, double, double, bool, bool, bool>;
-
-std::vector<Group> to_groups(const std::vector<GroupTuple>& rows) {
-  std::vector<Group> groups;
-  for (const auto& [lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize] : rows) {
-    groups.push_back({lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize});
-  }
-  return groups;
-}
-
-template <typename T>
 void adam(int64_t param, int64_t exp_avg, int64_t exp_avg_sq, int64_t max_exp_avg_sq,
-          int64_t segments, int64_t segment_count, const std::vector<GroupTuple>& groups,
-          double grad_scale, int threads) {
-  const std::vector<Group> rows = to_groups(groups);
+          int64_t segments, int64_t segment_count, int64_t steps, int64_t groups, double grad_scale,
+          int threads) {
   py::gil_scoped_release release;
   adam_cpu<T>({at<T>(param), at<T>(exp_avg), at<T>(exp_avg_sq), at<T>(max_exp_avg_sq)},
-              at<const Segment>(segments), segment_count, rows, grad_scale, threads);
+              at<const Segment>(segments), segment_count, at<const int64_t>(steps),
+              at<const Group>(groups), grad_scale, threads);
 }
 
 template <typename T>
@@ -51,6 +36,12 @@ template <typename T>
 double square_sum(int64_t x, int64_t length, int threads) {
   py::gil_scoped_release release;
   return square_sum_cpu<T>(at<const T>(x), length, threads);
+}
+
+template <typename T>
+bool any_non_finite(int64_t x, int64_t length, int threads) {
+  py::gil_scoped_release release;
+  return non_finite_cpu<T>(at<const T>(x), length, threads);
 }
 
 void pack(int64_t out, int64_t rows, int64_t row_count, int64_t numel, int64_t itemsize,
@@ -82,6 +73,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("mean_f64", &mean<double>);
   module.def("square_sum_f32", &square_sum<float>);
   module.def("square_sum_f64", &square_sum<double>);
+  module.def("non_finite_f32", &any_non_finite<float>);
+  module.def("non_finite_f64", &any_non_finite<double>);
   module.def("pack", &pack);
   module.def("unpack", &unpack);
   module.def("roofline_f32", &roofline);
@@ -93,6 +86,10 @@ PYBIND11_MODULE(_C, module) {
     info["note"] = cuda_build_note();
     return info;
   });
+#if defined(FUSEDSHARD_HAVE_CUDA)
+  py::module_ cuda = module.def_submodule("cuda");
+  bind_cuda(cuda);
+#endif
   py::class_<FlatMemory>(module, "FlatMemory", py::buffer_protocol())
       .def(py::init<int64_t>())
       .def_property_readonly(

@@ -51,27 +51,29 @@ const CpuKernels*& current() {
 }
 
 template <typename T>
-bool continues(const Run<T>& run, const Segment& segment, int64_t run_step) {
-  return run.start + run.length == segment.start && segment.step == run_step &&
+bool continues(const Run<T>& run, const Segment& segment) {
+  return run.start + run.length == segment.start &&
          reinterpret_cast<const T*>(segment.grad) == run.grad + run.length;
 }
 
 template <typename T>
-std::vector<Run<T>> merge_runs(const Segment* segments, int64_t count,
-                               const std::vector<Group>& groups, double grad_scale) {
+std::vector<Run<T>> merge_runs(const Segment* segments, int64_t count, const int64_t* steps,
+                               const Group* groups, double grad_scale) {
   std::vector<Run<T>> runs;
-  int64_t step = 0;
+  int64_t run_step = 0;
   for (int64_t i = 0; i < count; ++i) {
     const Segment& segment = segments[i];
     if (segment.active == 0 || segment.length == 0) continue;
-    const Group& group = groups.at(static_cast<size_t>(segment.group));
-    if (!runs.empty() && runs.back().group == &group && continues(runs.back(), segment, step)) {
+    const Group* group = groups + segment.group;
+    const int64_t step = steps[segment.param] + 1;
+    if (!runs.empty() && runs.back().group == group && step == run_step &&
+        continues(runs.back(), segment)) {
       runs.back().length += segment.length;
       continue;
     }
-    step = segment.step;
-    runs.push_back({segment.start, segment.length, reinterpret_cast<const T*>(segment.grad), &group,
-                    adam_scalars<T>(group, step, grad_scale)});
+    run_step = step;
+    runs.push_back({segment.start, segment.length, reinterpret_cast<const T*>(segment.grad), group,
+                    adam_scalars<T>(*group, step, grad_scale)});
   }
   return runs;
 }
@@ -90,8 +92,9 @@ void set_cpu_variant(const std::string& name) { current() = find("CPU kernel var
 
 template <typename T>
 void adam_cpu(const AdamArrays<T>& arrays, const Segment* segments, int64_t segment_count,
-              const std::vector<Group>& groups, double grad_scale, int threads) {
-  const std::vector<Run<T>> runs = merge_runs<T>(segments, segment_count, groups, grad_scale);
+              const int64_t* steps, const Group* groups, double grad_scale, int threads) {
+  const std::vector<Run<T>> runs =
+      merge_runs<T>(segments, segment_count, steps, groups, grad_scale);
   const int64_t count = static_cast<int64_t>(runs.size());
   if constexpr (std::is_same_v<T, float>) {
     current()->adam_f32(arrays, runs.data(), count, threads);
@@ -112,28 +115,46 @@ void mean_cpu(T* out, const std::vector<const T*>& chunks, int64_t length, int t
 
 template <typename T>
 double square_sum_cpu(const T* x, int64_t length, int threads) {
-  std::vector<double> partials(static_cast<size_t>((length + kNormBlock - 1) / kNormBlock));
+  const auto blocks = [](int64_t n) {
+    return static_cast<size_t>((n + kSumBlock - 1) / kSumBlock);
+  };
+  std::vector<double> sums(blocks(length));
   if constexpr (std::is_same_v<T, float>) {
-    current()->square_partials_f32(partials.data(), x, length, threads);
+    current()->square_partials_f32(sums.data(), x, length, threads);
   } else {
-    current()->square_partials_f64(partials.data(), x, length, threads);
+    current()->square_partials_f64(sums.data(), x, length, threads);
   }
-  double sum = 0.0;
-  for (double partial : partials) sum += partial;
-  return sum;
+  while (sums.size() > 1) {
+    const int64_t count = static_cast<int64_t>(sums.size());
+    std::vector<double> fewer(blocks(count));
+    current()->partials(fewer.data(), sums.data(), count, threads);
+    sums.swap(fewer);
+  }
+  return sums.empty() ? 0.0 : sums[0];
+}
+
+template <typename T>
+bool non_finite_cpu(const T* x, int64_t length, int threads) {
+  if constexpr (std::is_same_v<T, float>) {
+    return current()->non_finite_f32(x, length, threads);
+  } else {
+    return current()->non_finite_f64(x, length, threads);
+  }
 }
 
 void roofline_cpu(float* p, const float* g, float* m, float* v, int64_t length, int threads) {
   current()->roofline_f32(p, g, m, v, length, threads);
 }
 
-template void adam_cpu(const AdamArrays<float>&, const Segment*, int64_t, const std::vector<Group>&,
-                       double, int);
-template void adam_cpu(const AdamArrays<double>&, const Segment*, int64_t,
-                       const std::vector<Group>&, double, int);
+template void adam_cpu(const AdamArrays<float>&, const Segment*, int64_t, const int64_t*,
+                       const Group*, double, int);
+template void adam_cpu(const AdamArrays<double>&, const Segment*, int64_t, const int64_t*,
+                       const Group*, double, int);
 template void mean_cpu(float*, const std::vector<const float*>&, int64_t, int);
 template void mean_cpu(double*, const std::vector<const double*>&, int64_t, int);
 template double square_sum_cpu(const float*, int64_t, int);
 template double square_sum_cpu(const double*, int64_t, int);
+template bool non_finite_cpu(const float*, int64_t, int);
+template bool non_finite_cpu(const double*, int64_t, int);
 
 }  // namespace fusedshard

@@ -18,15 +18,19 @@ std::string cpu_variant();
 // Throws std::invalid_argument when the variant is not among cpu_variants().
 void set_cpu_variant(const std::string& name);
 
+// steps holds the count of each parameter before this update, which leaves it as it is.
 template <typename T>
 void adam_cpu(const AdamArrays<T>& arrays, const Segment* segments, int64_t segment_count,
-              const std::vector<Group>& groups, double grad_scale, int threads);
+              const int64_t* steps, const Group* groups, double grad_scale, int threads);
 
 template <typename T>
 void mean_cpu(T* out, const std::vector<const T*>& chunks, int64_t length, int threads);
 
 template <typename T>
 double square_sum_cpu(const T* x, int64_t length, int threads);
+
+template <typename T>
+bool non_finite_cpu(const T* x, int64_t length, int threads);
 
 void roofline_cpu(float* p, const float* g, float* m, float* v, int64_t length, int threads);
 

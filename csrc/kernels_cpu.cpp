@@ -45,34 +45,23 @@ inline int64_t cut(int64_t length, int index, int parts) {
   return even - even % kThreadAlign;
 }
 
-template <typename T, bool kDecoupled, bool kAmsgrad, bool kMaximize>
+template <typename T, bool kAmsgrad>
 void adam_loop(T* __restrict p, const T* __restrict g, T* __restrict m, T* __restrict v,
                T* __restrict vmax, int64_t length, const AdamScalars<T>& scalars) {
   const AdamScalars<T> s = scalars;
   for (int64_t i = 0; i < length; ++i) {
-    adam_element<T, kDecoupled, kAmsgrad, kMaximize>(p[i], g[i], m[i], v[i],
-                                                     kAmsgrad ? vmax + i : nullptr, s);
+    adam_decay_and_moments(p[i], g[i], m[i], v[i], s);
+    if (kAmsgrad) vmax[i] = adam_maximum(vmax[i], v[i]);
+    adam_move(p[i], m[i], kAmsgrad ? vmax[i] : v[i], s);
   }
-}
-
-template <typename T>
-using AdamLoop = void (*)(T*, const T*, T*, T*, T*, int64_t, const AdamScalars<T>&);
-
-template <typename T>
-AdamLoop<T> choose_loop(const Group& group) {
-  static constexpr AdamLoop<T> table[2][2][2] = {
-      {{adam_loop<T, false, false, false>, adam_loop<T, false, false, true>},
-       {adam_loop<T, false, true, false>, adam_loop<T, false, true, true>}},
-      {{adam_loop<T, true, false, false>, adam_loop<T, true, false, true>},
-       {adam_loop<T, true, true, false>, adam_loop<T, true, true, true>}}};
-  return table[decays_weight(group)][group.amsgrad][group.maximize];
 }
 
 template <typename T>
 void adam_range(const AdamArrays<T>& a, const Run<T>& run, int64_t from, int64_t to) {
   const int64_t at = run.start + from;
-  T* vmax = run.group->amsgrad ? a.max_exp_avg_sq + at : nullptr;
-  const AdamLoop<T> loop = choose_loop<T>(*run.group);
+  const bool amsgrad = run.group->amsgrad != 0.0;
+  T* vmax = amsgrad ? a.max_exp_avg_sq + at : nullptr;
+  const auto loop = amsgrad ? adam_loop<T, true> : adam_loop<T, false>;
   loop(a.param + at, run.grad + from, a.exp_avg + at, a.exp_avg_sq + at, vmax, to - from,
        run.scalars);
 }
@@ -128,35 +117,42 @@ void mean(T* out, const T* const* chunks, int n, int64_t length, int threads) {
 }
 
 // A block's elements go round the lanes, then the lanes fold in halves.
-template <typename T>
-double square_block(const T* x, int64_t length) {
-  double lanes[kNormLanes] = {};
-  int64_t i = 0;
-  for (; i + kNormLanes <= length; i += kNormLanes) {
-    for (int lane = 0; lane < kNormLanes; ++lane) {
-      const double value = x[i + lane];
-      lanes[lane] += value * value;
-    }
-  }
-  for (int lane = 0; i + lane < length; ++lane) {
+template <typename T, bool kSquare>
+double sum_block(const T* x, int64_t length) {
+  double lanes[kSumLanes] = {};
+  const auto add = [&](int64_t i, int lane) {
     const double value = x[i + lane];
-    lanes[lane] += value * value;
+    lanes[lane] += kSquare ? value * value : value;
+  };
+  int64_t i = 0;
+  for (; i + kSumLanes <= length; i += kSumLanes) {
+    for (int lane = 0; lane < kSumLanes; ++lane) add(i, lane);
   }
-  for (int half = kNormLanes / 2; half > 0; half /= 2) {
+  for (int lane = 0; i + lane < length; ++lane) add(i, lane);
+  for (int half = kSumLanes / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
   }
   return lanes[0];
 }
 
-template <typename T>
-void square_partials(double* partials, const T* x, int64_t length, int threads) {
-  const int64_t blocks = (length + kNormBlock - 1) / kNormBlock;
+template <typename T, bool kSquare>
+void partial_sums(double* partials, const T* x, int64_t length, int threads) {
+  const int64_t blocks = (length + kSumBlock - 1) / kSumBlock;
   const int parts = useful_threads(length, threads);
 #pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1)
   for (int64_t b = 0; b < blocks; ++b) {
-    const int64_t at = b * kNormBlock;
-    partials[b] = square_block(x + at, smaller(kNormBlock, length - at));
+    const int64_t at = b * kSumBlock;
+    partials[b] = sum_block<T, kSquare>(x + at, smaller(kSumBlock, length - at));
   }
+}
+
+template <typename T>
+bool any_non_finite(const T* x, int64_t length, int threads) {
+  const int parts = useful_threads(length, threads);
+  int found = 0;
+#pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1) reduction(| : found)
+  for (int64_t i = 0; i < length; ++i) found |= non_finite(x[i]);
+  return found != 0;
 }
 
 void roofline_range(float* __restrict p, const float* __restrict g, float* __restrict m,
@@ -190,8 +186,11 @@ const CpuKernels FUSEDSHARD_CONCAT(cpu_kernels_, FUSEDSHARD_ISA) = {
     adam<double>,
     mean<float>,
     mean<double>,
-    square_partials<float>,
-    square_partials<double>,
+    partial_sums<float, true>,
+    partial_sums<double, true>,
+    partial_sums<double, false>,
+    any_non_finite<float>,
+    any_non_finite<double>,
     roofline};
 
 }  // namespace fusedshard

@@ -1,10 +1,7 @@
 # The native module: addresses, counts and scalars. fusedshard/kernels.py says what they mean and
 # checks them. Written to match csrc/bindings.cpp.
-from collections.abc import Sequence
-from typing import TypedDict
-
-# lr, beta1, beta2, eps, weight_decay, decoupled, amsgrad, maximize
-_Group = tuple[float, float, float, float, float, bool, bool, bool]
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypedDict
 
 class _CudaBuild(TypedDict):
     built: bool
@@ -27,9 +24,10 @@ def adam_f32(
     exp_avg: int,
     exp_avg_sq: int,
     max_exp_avg_sq: int,
-    segments: int,
-    segment_count: int,
-    groups: Sequence[_Group],
+    rows: int,
+    row_count: int,
+    steps: int,
+    groups: int,
     grad_scale: float,
     threads: int,
     /,
@@ -39,9 +37,10 @@ def adam_f64(
     exp_avg: int,
     exp_avg_sq: int,
     max_exp_avg_sq: int,
-    segments: int,
-    segment_count: int,
-    groups: Sequence[_Group],
+    rows: int,
+    row_count: int,
+    steps: int,
+    groups: int,
     grad_scale: float,
     threads: int,
     /,
@@ -50,6 +49,77 @@ def mean_f32(out: int, chunks: Sequence[int], length: int, threads: int, /) -> N
 def mean_f64(out: int, chunks: Sequence[int], length: int, threads: int, /) -> None: ...
 def square_sum_f32(x: int, length: int, threads: int, /) -> float: ...
 def square_sum_f64(x: int, length: int, threads: int, /) -> float: ...
+def non_finite_f32(x: int, length: int, threads: int, /) -> bool: ...
+def non_finite_f64(x: int, length: int, threads: int, /) -> bool: ...
 def pack(out: int, rows: int, count: int, numel: int, itemsize: int, threads: int, /) -> None: ...
 def unpack(in_: int, rows: int, count: int, numel: int, itemsize: int, threads: int, /) -> None: ...
 def roofline_f32(p: int, g: int, m: int, v: int, length: int, threads: int, /) -> None: ...
+
+class _CudaAdam(Protocol):
+    def __call__(
+        self,
+        param: int,
+        exp_avg: int,
+        exp_avg_sq: int,
+        max_exp_avg_sq: int,
+        rows: int,
+        tiles: int,
+        tile_count: int,
+        steps: int,
+        groups: int,
+        grad_scale: float,
+        device_grad_scale: int,
+        found_inf: int,
+        device: int,
+        stream: int,
+        /,
+    ) -> None: ...
+
+class CudaFunctions(Protocol):
+    """The submodule cuda, which only a build with CUDA has."""
+
+    TILE_ELEMENTS: int
+    adam_f32: _CudaAdam
+    adam_f64: _CudaAdam
+
+    def device_problem(self, device: int, /) -> str: ...
+    def square_sum_workspace(self, length: int, /) -> int: ...
+    def pack(
+        self,
+        out: int,
+        rows: int,
+        tiles: int,
+        tile_count: int,
+        numel: int,
+        itemsize: int,
+        device: int,
+        stream: int,
+        /,
+    ) -> None: ...
+    def unpack(
+        self,
+        in_: int,
+        rows: int,
+        tiles: int,
+        tile_count: int,
+        itemsize: int,
+        device: int,
+        stream: int,
+        /,
+    ) -> None: ...
+    def write_words(self, to: int, words: int, count: int, device: int, stream: int, /) -> None: ...
+    def count_steps(
+        self,
+        steps: int,
+        step_mirror: int,
+        used: int,
+        count: int,
+        found_inf: int,
+        device: int,
+        stream: int,
+        /,
+    ) -> None: ...
+    # mean, square_sum and found_inf, of f32 and f64, are called by name.
+    def __getattr__(self, name: str, /) -> Callable[..., None]: ...
+
+cuda: CudaFunctions

@@ -47,7 +47,7 @@ def store_moments(
                 continue
             param = params[slot.param]
             whole = torch.empty_strided(
-                param.size(), param.stride(), dtype=flat.dtype, device="cpu"
+                param.size(), param.stride(), dtype=flat.dtype, device=flat.device
             )
             whole.copy_(state[slot.param][name])
             source = in_storage_order(whole)
@@ -118,7 +118,7 @@ def _check_state(
 
 
 def _gather(flat: FlatBuffer, owned: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    whole = flat_memory(flat.layout.numel, flat.dtype)
+    whole = flat_memory(flat.layout.numel, flat.dtype, flat.device)
     for bucket in flat.layout.buckets:
         mine = whole.narrow(0, bucket.shard_start(comm.rank), bucket.shard_numel)
         mine.copy_(owned.narrow(0, bucket.start // flat.owners, bucket.shard_numel))

@@ -1,27 +1,25 @@
-"""The ranks' communication: the only module that calls torch.distributed collectives.
-
-Which of torch's ways to move data is used on a backend is decided here, by measurement
-(benchmarks/bench_comm.py). On gloo a bucket is exchanged by pairs of isend and irecv: at 25 and
-64 MiB they beat gloo's own ReduceScatter by 2.6 to 3.3 times and its AllGather by 1.3 to 3.3, and
-are about level with its all-to-all and broadcasts.
+"""The ranks' communication: what they agree on, and buckets by `fusedshard.transport`. Nothing
+else calls torch.distributed.
 
 Each group that an optimizer is given gets gloo connections of its own beside it: sockets to every
-peer and two threads, shared by all optimizers on that group.
+peer and two threads, shared by all optimizers on that group. They carry what the ranks agree on,
+which lies in host memory, whatever backend the group has; and CPU tensors.
 """
 
 from __future__ import annotations
 
 import datetime
-import uuid
+import pickle
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from fusedshard.stats import Stats
+from fusedshard.transport import Pending, Transport, choose_transport
 
 T = TypeVar("T")
 
@@ -31,24 +29,6 @@ _SHARED_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, Runtim
 # Our own gloo connections beside each group we were given, so that buckets never interleave with
 # the user's collectives. Kept while the given group lives: they cost a rendezvous and threads.
 _connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-_TAG = 0  # messages between two ranks arrive in the order in which they were sent
-
-
-class Waitable(Protocol):
-    def wait(self) -> Any: ...
-
-
-class Pending:
-    """A collective that was started: `wait` returns when its results may be used."""
-
-    def __init__(self, works: Sequence[Waitable | None] = ()) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            if work is not None:
-                work.wait()
 
 
 class Communicator:
@@ -75,6 +55,7 @@ class Communicator:
         if self._given is None:
             return
         self.rank, self.world_size = dist.get_rank(self._given), dist.get_world_size(self._given)
+        self._transports: dict[str, Transport] = {}
         if self.world_size > 1:
             self._gloo = _connect(self._given)
 
@@ -89,10 +70,13 @@ class Communicator:
                     "rank: build it afterwards"
                 )
 
-    @property
-    def peers(self) -> list[int]:
-        """The other ranks, beginning after this one, so that not all send to the same first."""
-        return [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+    def received_chunks(self, device: torch.device) -> int:
+        """Chunks that `exchange_chunks` wants room for in ``receive``, of tensors on ``device``."""
+        return self._on(device).received_chunks
+
+    def prefers_ordered(self, device: torch.device) -> bool:
+        """Whether on ``device`` adding gradients ourselves is no slower than the backend's way."""
+        return self.world_size == 1 or self._on(device).prefers_ordered
 
     def exchange_chunks(
         self, send: torch.Tensor, receive: torch.Tensor
@@ -101,47 +85,37 @@ class Communicator:
 
         Args:
             send: 1-D, N equal chunks; must stay as it is until the result was waited for.
-            receive: 1-D, room for N-1 chunks.
+            receive: 1-D, room for `received_chunks` chunks.
 
         Returns:
-            The N chunks meant for this rank, in rank order (its own lies in ``send``), and the
+            The N chunks meant for this rank, in rank order (its own may lie in ``send``), and the
             handle to wait for before reading them.
         """
-        length = send.numel() // self.world_size
-        chunks = list(send.split(length))
-        arriving = dict(zip(self.peers, receive.split(length), strict=True))
-        works = [self._gloo.recv([arriving[peer]], peer, _TAG) for peer in self.peers]
-        works += [self._gloo.send([chunks[peer]], peer, _TAG) for peer in self.peers]
         self.stats.count("all_to_all", self._bytes_of_others(send))
-        arriving[self.rank] = chunks[self.rank]
-        return [arriving[rank] for rank in range(self.world_size)], Pending(works)
+        return self._on(send.device).exchange_chunks(send, receive)
 
     def all_gather_(self, flat: torch.Tensor) -> Pending:
         """Start an all-gather in place: ``flat`` is 1-D, N equal parts, of which this rank's is
         filled in and the others are overwritten."""
-        parts = flat.split(flat.numel() // self.world_size)
-        works = [self._gloo.recv([parts[peer]], peer, _TAG) for peer in self.peers]
-        works += [self._gloo.send([parts[self.rank]], peer, _TAG) for peer in self.peers]
         self.stats.count("all_gather", self._bytes_of_others(flat))
-        return Pending(works)
+        return self._on(flat.device).all_gather_(flat)
 
     def reduce_scatter(self, send: torch.Tensor, out: torch.Tensor) -> Pending:
         """Start the backend's own ReduceScatter (sum) of ``send`` (1-D, N equal parts) into
         ``out`` (one part)."""
         self.stats.count("reduce_scatter", self._bytes_of_others(send))
-        return Pending([self._gloo._reduce_scatter_base(out, send)])
+        return self._on(send.device).reduce_scatter(send, out)
 
     def all_reduce_(self, buffer: torch.Tensor) -> Pending:
         """Start the backend's own AllReduce (sum) in place."""
         self.stats.count("all_reduce", 2 * self._bytes_of_others(buffer))
-        return Pending([self._gloo.allreduce([buffer])])
+        return self._on(buffer.device).all_reduce_(buffer)
 
     def broadcast_(self, tensor: torch.Tensor) -> None:
         """Overwrite ``tensor`` by that of the group's first rank."""
-        if self.world_size == 1:
-            return
-        self.stats.count("broadcast", tensor.nbytes if self.rank == 0 else 0)
-        self._gloo.broadcast(tensor, 0).wait()
+        if self.world_size > 1:
+            self.stats.count("broadcast", tensor.nbytes if self.rank == 0 else 0)
+            self._on(tensor.device).broadcast_(tensor)
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """A small all-gather: ``row`` is 1-D, the result (N, len(row)) in rank order."""
@@ -154,14 +128,25 @@ class Communicator:
         """Every rank's ``value`` (picklable), in rank order."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._given)
-        return values
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = self.gather_rows(torch.tensor([data.numel()], device="cpu")).flatten().tolist()
+        padded = data.new_zeros(max(sizes))
+        padded[: data.numel()] = data
+        rows = self.gather_rows(padded)
+        return [
+            pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)
+        ]
 
     def raise_everywhere(self, error: Exception | None) -> None:
         """Raise on every rank if any rank brings an error: its own on the rank that has one, on
         the others one of the same kind that quotes the first rank's."""
         raise_shared(error, self.gather_objects(describe_error(error)))
+
+    def _on(self, device: torch.device) -> Transport:
+        if device.type not in self._transports:
+            chosen = choose_transport(self._given, self._gloo, device)
+            self._transports[device.type] = chosen
+        return self._transports[device.type]
 
     def _bytes_of_others(self, buffer: torch.Tensor) -> int:
         return buffer.nbytes // self.world_size * (self.world_size - 1)
@@ -199,10 +184,9 @@ def _connect(given: Any) -> Any:
     """A gloo backend of our own over the ranks of ``given``. Collective over these ranks only,
     which `torch.distributed.new_group` is not where ranks have created other groups before."""
     if given not in _connections:
-        name = [uuid.uuid4().hex]
-        dist.broadcast_object_list(name, dist.get_global_rank(given, 0), group=given)
+        # The name of a group is the same on all its ranks, and no other group of this world has it.
         world_store = distributed_c10d._get_default_store()
-        store = distributed_c10d.PrefixStore(f"fusedshard/{name[0]}", world_store)
+        store = distributed_c10d.PrefixStore(f"fusedshard/{given.group_name}", world_store)
         rank, size = dist.get_rank(given), dist.get_world_size(given)
         _connections[given] = dist.ProcessGroupGloo(store, rank, size, timeout=_timeout_of(given))
     return _connections[given]
@@ -210,8 +194,9 @@ def _connect(given: Any) -> Any:
 
 def _timeout_of(group: Any) -> datetime.timedelta:
     """The timeout the user chose for ``group``, else torch's default."""
-    try:
-        return group._get_backend(torch.device("cpu")).options._timeout
-    except (AttributeError, RuntimeError):
-        # No CPU backend in it (NCCL only), or a debug wrapper around it.
-        return distributed_c10d.default_pg_timeout
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (AttributeError, RuntimeError):
+            continue  # no backend for this device, or a debug wrapper around it
+    return distributed_c10d.default_pg_timeout

@@ -12,8 +12,7 @@ from fusedshard import checkpoint, kernels
 from fusedshard.comm import Communicator
 from fusedshard.flat import BucketMemory, FlatBuffer
 from fusedshard.gradients import GradientReducer
-from fusedshard.kernels import GroupScalars
-from fusedshard.layout import Layout, build_layout
+from fusedshard.layout import Layout, Segment, build_layout
 from fusedshard.options import ParallelOptions
 from fusedshard.params import (
     check_param,
@@ -24,6 +23,7 @@ from fusedshard.params import (
     spec_of,
     store_gradient,
 )
+from fusedshard.tables import GroupScalars, StepTables, gradient_addresses, integers
 
 KEEP_PARAMETERS = (
     "build the optimizer after model.to(...), and copy into a parameter instead of replacing p.data"
@@ -33,20 +33,22 @@ KEEP_PARAMETERS = (
 class Engine:
     """The machinery below `fusedshard.Adam`, without hyperparameters and torch's bookkeeping.
 
-    Parameters are known by their number in the order of the param groups. All methods that move
-    data between ranks are collective, and say so.
+    Parameters are known by their number in the order of the param groups. Those that train all
+    lie on one device, where step counts are kept, too. All methods that move data between ranks
+    are collective, and say so. None waits for the device, but for what gloo exchanges of a GPU.
     """
 
     def __init__(self, comm: Communicator, options: ParallelOptions) -> None:
         self.comm = comm
         self.params: list[torch.nn.Parameter] = []
-        self.set_steps(kernels.integers([]))
+        self.device: torch.device | None = None
+        self.set_steps(integers([]))
         self._options = options
         self._sharded = options.mode == "sharded"
         # Whether gradients must be averaged here, and parameters gathered.
         self._reduces = comm.world_size > 1 and options.grad_sync == "step"
         self.holds_shards = comm.world_size > 1 and self._sharded
-        self._reducer = GradientReducer(comm, ordered=options.ordered)
+        self._reducer = GradientReducer(comm, ordered=True)
         self._flats: list[FlatBuffer] = []
         self._adopted: set[int] = set()
 
@@ -58,16 +60,26 @@ class Engine:
         self._labels = parameter_labels(groups)
         self._forms = [form_of(param) for param in self.params]
         self._group_sizes = [len(group["params"]) for group in groups]
-        group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
-        self._group_of = kernels.integers(group_of)
+        self._group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
+        training = [index for index, p in enumerate(self.params) if p.requires_grad]
+        self._choose_device([self.params[index] for index in training])
         new = len(self.params) - len(self.steps)
-        self.set_steps(torch.cat([self.steps, kernels.integers([0] * new)]))
-        self._adopt([index for index, p in enumerate(self.params) if p.requires_grad])
+        self.set_steps(torch.cat([self.steps, self.steps.new_zeros(new)]))
+        self._adopt(training)
 
     def set_steps(self, steps: torch.Tensor) -> None:
         """Replace the step counts (int64, one a parameter) and their fp32 mirror."""
-        self.steps = steps
-        self.step_mirror = steps.to(torch.float32)
+        self.steps = steps.to(self.device or kernels.CPU)
+        self.step_mirror = self.steps.to(torch.float32)
+
+    def _choose_device(self, training: Sequence[torch.Tensor]) -> None:
+        """The first parameters that train decide, for as long as the optimizer lives."""
+        if self.device is None and training:
+            self.device = training[0].device
+            self.set_steps(self.steps)
+            by_default = self.comm.prefers_ordered(self.device)
+            ordered = self._options.ordered(by_default=by_default)
+            self._reducer = GradientReducer(self.comm, ordered=ordered)
 
     def _adopt(self, indices: Sequence[int]) -> None:
         """Re-home parameters that are not yet in flat memory. Collective.
@@ -85,6 +97,25 @@ class Engine:
             )
             flat.adopt(self.params, self.comm)
             self._flats.append(flat)
+        self._make_tables()
+
+    def _make_tables(self) -> None:
+        buckets = [bucket for flat in self._flats for bucket in flat.buckets]
+        self._tables = self._tables_of([(b, b.owned) for b in buckets])
+        self._packing = self._tables_of([(b, b.segments) for b in buckets])
+        for bucket, table, packing in zip(
+            buckets, self._tables.tables, self._packing.tables, strict=True
+        ):
+            bucket.table, bucket.packing = table, packing
+        reduced = [bucket.reduced for bucket in buckets if bucket.reduced is not None]
+        self._reads_shards = bool(reduced)
+        if self._reads_shards:
+            self._tables.point_at_shards(reduced)
+
+    def _tables_of(self, buckets: Sequence[tuple[BucketMemory, Sequence[Segment]]]) -> StepTables:
+        stretches = [(segments, bucket.param.itemsize) for bucket, segments in buckets]
+        group_of, device = integers(self._group_of), self.device or kernels.CPU
+        return StepTables(stretches, group_of, len(self._group_sizes), device)
 
     @property
     def layout(self) -> Layout:
@@ -143,9 +174,12 @@ class Engine:
                 error = caught
         used = self._agree(grads, error, groups)
         thawed = [i for i, is_used in enumerate(used) if is_used and i not in self._adopted]
+        self._choose_device([self.params[index] for index in thawed])
         for index in thawed:  # alike on all ranks, as their forms are
-            check_param(self._labels[index], self.params[index])
-        self._adopt(thawed)
+            param = self.params[index]
+            check_param(self._labels[index], param, self.device or param.device)
+        if thawed:
+            self._adopt(thawed)
         if self._reduces:
             with self.comm.stats.phase("exchange"):
                 self._reduce(grads, used)
@@ -163,24 +197,24 @@ class Engine:
             grads, used: from `average_gradients`.
             groups: hyperparameters of each param group.
         """
-        active = kernels.integers(used)
-        steps = self.steps + active
-        addresses = kernels.gradient_addresses(grads)
         self._make_room_for_amsgrad(groups)
+        with self.comm.stats.phase("update"):
+            if not self._reads_shards:
+                self._tables.point_at_params(gradient_addresses(grads))
+            self._tables.set_used(integers(used))
+            self._tables.set_groups(groups)
+            self._tables.upload()
+        grad_scale = self._reducer.shard_scale if self._reads_shards else 1.0
         pending = []
         for bucket in self._used_buckets(used):
             with self.comm.stats.phase("update"):
-                if bucket.reduced is None:
-                    bucket.table.point_at_params(addresses)
-                bucket.table.refresh(active, steps, self._group_of)
-                kernels.adam_(bucket.state, bucket.table, groups)
+                kernels.adam_(bucket.state, bucket.table, self.steps, grad_scale)
             if self.holds_shards:
                 pending.append(self.comm.all_gather_(bucket.param))
+        kernels.count_steps_(self.steps, self.step_mirror, self._tables.device_used)
         with self.comm.stats.phase("gather"):
             for gather in pending:
                 gather.wait()
-        self.steps.copy_(steps)
-        self.step_mirror.copy_(steps)
         # The kernels wrote through raw pointers, which autograd does not see.
         changed = [self.params[index] for index, is_used in enumerate(used) if is_used]
         torch.autograd.graph.increment_version(changed)
@@ -219,14 +253,15 @@ class Engine:
                 raise error
             return [int(grad is not None) for grad in grads]
         with self.comm.stats.phase("status"):
-            digest = hashlib.sha256(repr(groups).encode()).digest()[:8]
+            known = [group.on_host() for group in groups]
+            digest = hashlib.sha256(repr(known).encode()).digest()[:8]
             row = [*digest, error is not None, *(grad is not None for grad in grads)]
             rows = self.comm.gather_rows(torch.tensor(row, dtype=torch.uint8, device="cpu"))
             failed, *used = rows[:, len(digest) :].amax(dim=0).tolist()
             if failed:
                 self.comm.raise_everywhere(error)
             if bool((rows[:, : len(digest)] != rows[0, : len(digest)]).any()):
-                raise RuntimeError(_group_difference(self.comm.gather_objects(list(groups))))
+                raise RuntimeError(_group_difference(self.comm.gather_objects(known)))
             if not self._reduces:
                 self._check_external(rows[:, len(digest) + 1 :])
             return used
@@ -243,13 +278,16 @@ class Engine:
     def _reduce(self, grads: list[torch.Tensor | None], used: Sequence[int]) -> None:
         """Average in place, in replicated mode, or into this rank's shards. Collective."""
         buckets = self._used_buckets(used)
+        if not self._sharded:
+            for index, param in enumerate(self.params):
+                if used[index] and grads[index] is None:
+                    grads[index] = torch.zeros_like(param)
+        self._packing.point_at_params(gradient_addresses(grads))
+        self._packing.upload()
         if self._sharded:
-            self._reducer.reduce_to_shards(buckets, kernels.gradient_addresses(grads))
+            self._reducer.reduce_to_shards(buckets)
             return
-        for index, param in enumerate(self.params):
-            if used[index] and grads[index] is None:
-                grads[index] = torch.zeros_like(param)
-        self._reducer.reduce_in_place(buckets, kernels.gradient_addresses(grads))
+        self._reducer.reduce_in_place(buckets)
         for param, grad in zip(self.params, grads, strict=True):
             if grad is not None and grad is not param.grad:
                 store_gradient(param, grad)
@@ -265,9 +303,8 @@ class Engine:
 
     def _make_room_for_amsgrad(self, groups: Sequence[GroupScalars]) -> None:
         if any(group.amsgrad for group in groups):
-            group_of = self._group_of.tolist()
             for flat in self._flats:
-                if any(groups[group_of[slot.param]].amsgrad for slot in flat.layout.slots):
+                if any(groups[self._group_of[slot.param]].amsgrad for slot in flat.layout.slots):
                     flat.ensure_max_exp_avg_sq()
 
     # -- moments -------------------------------------------------------------------------------
@@ -293,23 +330,24 @@ class Engine:
 
     def load(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace steps and moments by ``state``, and by zero where it has nothing. Collective."""
+        self._choose_device([self.params[index] for index in sorted(state)])
         self._adopt(sorted(state))
         for flat in self._flats:
             if any("max_exp_avg_sq" in state.get(s.param, {}) for s in flat.layout.slots):
                 flat.ensure_max_exp_avg_sq()
             checkpoint.store_moments(flat, self.params, state)
         steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self.params))]
-        self.set_steps(kernels.integers(steps))
+        self.set_steps(integers(steps))
 
 
-def _group_difference(by_rank: Sequence[list[GroupScalars]]) -> str:
+def _group_difference(by_rank: Sequence[list[tuple[float, ...]]]) -> str:
     """In words, the first hyperparameter in which a rank differs from rank 0."""
     for rank, theirs in enumerate(by_rank):
         for index, (other, first) in enumerate(zip(theirs, by_rank[0], strict=True)):
-            for name in GroupScalars._fields:
-                if getattr(other, name) != getattr(first, name):
+            for name, here, there in zip(GroupScalars._fields, other, first, strict=True):
+                if repr(here) != repr(there):
                     return (
-                        f"param_groups[{index}]: {name} is {getattr(other, name)} on rank {rank} "
-                        f"and {getattr(first, name)} on rank 0: set it alike on every rank"
+                        f"param_groups[{index}]: {name} is {here} on rank {rank} and {there} on "
+                        "rank 0: set it alike on every rank"
                     )
     return "param_groups: the ranks' hyperparameters differ"

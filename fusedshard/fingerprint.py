@@ -99,6 +99,8 @@ def _unlike(description: Description, other: Description) -> str:
 def _describe_param(param: torch.Tensor) -> str:
     kind = str(param.dtype).removeprefix("torch.")
     frozen = "" if param.requires_grad else ", requires_grad=False"
+    # Only the type of device: each rank has a GPU of its own.
+    kind += "" if param.device.type == "cpu" else f" on {param.device.type}"
     return f"{kind}, shape {tuple(param.shape)}, strides {tuple(param.stride())}{frozen}"
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from fusedshard.comm import Communicator
-from fusedshard.kernels import AdamState, SegmentTable, flat_memory
+from fusedshard.kernels import flat_memory
 from fusedshard.layout import Bucket, FlatLayout, Segment, Slot
+from fusedshard.native import AdamState
+from fusedshard.tables import SegmentTable
 
 
 @dataclass
@@ -21,22 +23,23 @@ class BucketMemory:
         layout: its place in the flat buffer.
         param: the whole bucket of the flat parameters.
         segments: all of it; ``shard_start`` counts from the bucket's first element.
-        packing: the table of `segments`, to pack and unpack gradients.
         owned: what this rank owns of it.
         state: parameters and moments of what this rank owns.
-        table: the kernel's view of `owned`.
-        reduced: the averaged gradient of what this rank owns, or None where the kernel reads
-            each parameter's own gradient.
+        reduced: the averaged gradient of what this rank owns (or the sum over the ranks, where
+            the backend has added it), or None where the kernel reads each parameter's own.
+        packing: the table of `segments`, to pack and unpack gradients.
+        table: the kernel's view of `owned`. Both are set by the engine, which makes those of all
+            buckets together.
     """
 
     layout: Bucket
     param: torch.Tensor
     segments: list[Segment]
-    packing: SegmentTable
     owned: list[Segment]
     state: AdamState
-    table: SegmentTable
     reduced: torch.Tensor | None
+    packing: SegmentTable = field(init=False)
+    table: SegmentTable = field(init=False)
 
 
 class Piece(NamedTuple):
@@ -67,15 +70,17 @@ class FlatBuffer:
         self, layout: FlatLayout, comm: Communicator, *, sharded: bool, keep_reduced: bool
     ) -> None:
         self.layout = layout
-        self.dtype = getattr(torch, layout.kind.partition("@")[0])
+        dtype, _, device = layout.kind.partition("@")
+        self.dtype = getattr(torch, dtype)
+        self.device = torch.device(device)
         self.owners = comm.world_size if sharded else 1
         self.rank = comm.rank if sharded else 0
-        self.param = flat_memory(layout.numel, self.dtype)
+        self.param = self._new(layout.numel)
         owned = layout.numel // self.owners
-        self.exp_avg = flat_memory(owned, self.dtype)
-        self.exp_avg_sq = flat_memory(owned, self.dtype)
+        self.exp_avg = self._new(owned)
+        self.exp_avg_sq = self._new(owned)
         self.max_exp_avg_sq: torch.Tensor | None = None
-        self.reduced = flat_memory(owned, self.dtype) if keep_reduced else None
+        self.reduced = self._new(owned) if keep_reduced else None
         self.buckets = [self._bucket(bucket) for bucket in layout.buckets]
         self.pieces = self._owned_pieces()
 
@@ -96,7 +101,7 @@ class FlatBuffer:
     def ensure_max_exp_avg_sq(self) -> None:
         """Make room for amsgrad's third moment, zero at first."""
         if self.max_exp_avg_sq is None:
-            self.max_exp_avg_sq = flat_memory(self.exp_avg.numel(), self.dtype)
+            self.max_exp_avg_sq = self._new(self.exp_avg.numel())
             for bucket in self.buckets:
                 bucket.state = self._state(bucket.layout)
 
@@ -118,6 +123,9 @@ class FlatBuffer:
         # A parameter that spans several buckets has its buffer to itself, so its pieces adjoin.
         return moment.narrow(0, pieces[0].owned_start if pieces else 0, length)
 
+    def _new(self, numel: int) -> torch.Tensor:
+        return flat_memory(numel, self.dtype, self.device)
+
     def _owned_pieces(self) -> dict[int, list[Piece]]:
         pieces: dict[int, list[Piece]] = {}
         for bucket in self.buckets:
@@ -131,16 +139,11 @@ class FlatBuffer:
         segments = self.layout.segments(bucket.start, bucket.numel)
         owned_start, owned_numel = self._owned_range(bucket)
         owned = self.layout.segments(owned_start, owned_numel)
-        packing = SegmentTable(segments, self.layout.itemsize)
-        table = SegmentTable(owned, self.layout.itemsize)
         reduced = None
         if self.reduced is not None:
             reduced = self.reduced.narrow(0, bucket.start // self.owners, owned_numel)
-            table.point_at_shard(reduced)
         param = self.param.narrow(0, bucket.start, bucket.numel)
-        return BucketMemory(
-            bucket, param, segments, packing, owned, self._state(bucket), table, reduced
-        )
+        return BucketMemory(bucket, param, segments, owned, self._state(bucket), reduced)
 
     def _owned_range(self, bucket: Bucket) -> tuple[int, int]:
         numel = bucket.numel // self.owners

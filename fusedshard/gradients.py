@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 import torch
 
 from fusedshard import kernels
-from fusedshard.comm import Communicator, Pending
+from fusedshard.comm import Communicator
 from fusedshard.flat import BucketMemory
+from fusedshard.transport import Pending
 
 LANES = 2
 
@@ -29,11 +30,12 @@ class Lane:
 
     memory: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def buffer(self, name: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        nbytes = numel * dtype.itemsize
+    def buffer(self, name: str, numel: int, like: torch.Tensor) -> torch.Tensor:
+        """``numel`` elements of the dtype and on the device of ``like``."""
+        nbytes = numel * like.dtype.itemsize
         if name not in self.memory or self.memory[name].numel() < nbytes:
-            self.memory[name] = kernels.flat_memory(nbytes, torch.uint8)
-        return self.memory[name][:nbytes].view(dtype)
+            self.memory[name] = kernels.flat_memory(nbytes, torch.uint8, like.device)
+        return self.memory[name][:nbytes].view(like.dtype)
 
     def nbytes(self, name: str) -> int:
         return self.memory[name].numel() if name in self.memory else 0
@@ -57,6 +59,9 @@ class GradientReducer:
         ordered: True: the mean is ``(g_0 + g_1 + ...) / N``, added in rank order by our kernel,
             so it depends neither on the bucket size nor on the backend. False: the backend's
             ReduceScatter or AllReduce adds, in an order of its own.
+
+    Buckets' ``packing`` tables must point at this rank's gradients and be uploaded; a parameter
+    without one counts as zero.
     """
 
     def __init__(self, comm: Communicator, *, ordered: bool) -> None:
@@ -64,24 +69,28 @@ class GradientReducer:
         self._ordered = ordered
         self.lanes = [Lane() for _ in range(LANES)]
 
-    def reduce_to_shards(self, buckets: Sequence[BucketMemory], addresses: torch.Tensor) -> None:
-        """Leave the mean of what this rank owns in each bucket's ``reduced``. Collective.
+    @property
+    def shard_scale(self) -> float:
+        """What turns a shard that `reduce_to_shards` left into the mean: the update multiplies by
+        it, which spares a pass over the backend's sum."""
+        return 1.0 if self._ordered else 1.0 / self._comm.world_size
+
+    def reduce_to_shards(self, buckets: Sequence[BucketMemory]) -> None:
+        """Leave what this rank owns in each bucket's ``reduced``: the mean once multiplied by
+        `shard_scale`. Collective.
 
         Args:
             buckets: the same on every rank; each has a ``reduced`` array.
-            addresses: of this rank's gradients, from `kernels.gradient_addresses`; a parameter
-                without one counts as zero.
         """
-        self._run(buckets, addresses, self._start_shard, self._finish_shard)
+        self._run(buckets, self._start_shard, self._finish_shard)
 
-    def reduce_in_place(self, buckets: Sequence[BucketMemory], addresses: torch.Tensor) -> None:
-        """Overwrite each gradient by the mean, as DDP does. Collective; arguments as above."""
-        self._run(buckets, addresses, self._start_full, self._finish_full)
+    def reduce_in_place(self, buckets: Sequence[BucketMemory]) -> None:
+        """Overwrite each gradient by the mean, as DDP does. Collective."""
+        self._run(buckets, self._start_full, self._finish_full)
 
     def _run(
         self,
         buckets: Sequence[BucketMemory],
-        addresses: torch.Tensor,
         start: Callable[[InFlight, Lane], None],
         finish: Callable[[InFlight], None],
     ) -> None:
@@ -90,15 +99,14 @@ class GradientReducer:
             if len(flights) == LANES:
                 finish(flights.popleft())
             lane = self.lanes[index % LANES]
-            flight = self._pack(bucket, lane, addresses)
+            flight = self._pack(bucket, lane)
             start(flight, lane)
             flights.append(flight)
         while flights:
             finish(flights.popleft())
 
-    def _pack(self, bucket: BucketMemory, lane: Lane, addresses: torch.Tensor) -> InFlight:
-        send = lane.buffer("send", bucket.layout.numel, bucket.param.dtype)
-        bucket.packing.point_at_params(addresses)
+    def _pack(self, bucket: BucketMemory, lane: Lane) -> InFlight:
+        send = lane.buffer("send", bucket.layout.numel, bucket.param)
         kernels.pack_(send, bucket.packing)
         return InFlight(bucket, send, [], Pending())
 
@@ -115,8 +123,6 @@ class GradientReducer:
         assert reduced is not None
         if self._ordered:
             kernels.mean_(reduced, flight.chunks)
-        else:
-            reduced.div_(self._comm.world_size)
 
     def _start_full(self, flight: InFlight, lane: Lane) -> None:
         if self._ordered:
@@ -137,6 +143,7 @@ class GradientReducer:
         kernels.unpack_(send, flight.bucket.packing)
 
     def _start_exchange(self, flight: InFlight, lane: Lane) -> None:
-        shard = flight.bucket.layout.shard_numel
-        receive = lane.buffer("receive", shard * (self._comm.world_size - 1), flight.send.dtype)
+        send = flight.send
+        count = self._comm.received_chunks(send.device)
+        receive = lane.buffer("receive", flight.bucket.layout.shard_numel * count, send)
         flight.chunks, flight.pending = self._comm.exchange_chunks(flight.send, receive)

@@ -14,11 +14,11 @@ from fusedshard import checkpoint
 from fusedshard.comm import Communicator, describe_error, raise_shared
 from fusedshard.engine import Engine
 from fusedshard.fingerprint import agree_on_groups
-from fusedshard.kernels import GroupScalars
 from fusedshard.layout import Layout
 from fusedshard.options import ParallelOptions, check_groups, check_hyperparameters
 from fusedshard.params import reject_sets
 from fusedshard.stats import Stats
+from fusedshard.tables import GroupScalars
 
 
 class Adam(torch.optim.Optimizer):
@@ -33,12 +33,15 @@ class Adam(torch.optim.Optimizer):
     flat buffers, so build the optimizer after ``model.to(...)``.
 
     Args:
-        params: as in torch: parameters, named parameters, or param groups. fp32 or fp64 on the
-            CPU; dense, in any order of strides. Frozen ones take no memory.
+        params: as in torch: parameters, named parameters, or param groups. fp32 or fp64, all on
+            the CPU or all on one GPU; dense, in any order of strides. Frozen ones take no memory.
         lr: learning rate, a float or a tensor of one element; read anew at each step, as are
-            the other values of ``param_groups``.
+            the other values of ``param_groups``. Tensors on the parameters' GPU are read there.
         betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in torch.
-        foreach, fused, capturable: accepted for compatibility, without effect on the CPU.
+        capturable: whether `step` may be captured in a CUDA graph, which then repeats what it was
+            captured with: which parameters have gradients, where these lie, and hyperparameters
+            that are numbers. (Step counts are always on the device.) No effect on the CPU.
+        foreach, fused: accepted for compatibility, without effect.
         differentiable: must be False.
         mode: ``"sharded"``: each rank keeps 1/N of the moments (ZeRO stage 1).
             ``"replicated"``: each rank keeps all of them, as under DDP.
@@ -47,7 +50,7 @@ class Adam(torch.optim.Optimizer):
         reduction: ``"ordered"``: gradients are added in fp32 (fp64 for fp64 ones) in rank order
             by our kernel, so that results depend neither on the backend nor on the bucket size.
             ``"backend"``: the backend's ReduceScatter or AllReduce adds them. ``"auto"``:
-            ordered on gloo.
+            ordered on gloo, backend on NCCL.
         grad_sync: ``"step"``: `step` averages the gradients. ``"external"``: they are averaged
             already, as by a model wrapped in DDP, and only the parameters are communicated.
         bucket_cap_mb: size of a bucket in MiB; grows with the world size where shards of a
@@ -124,7 +127,7 @@ class Adam(torch.optim.Optimizer):
         error = None
         try:
             super().add_param_group(param_group)
-            check_groups(self.param_groups[before:], first)
+            check_groups(self.param_groups[before:], first, self._engine.device)
         except Exception as caught:  # as in the constructor
             error = caught
         try:
@@ -164,6 +167,9 @@ class Adam(torch.optim.Optimizer):
         holds the averaged gradient in replicated mode, as under DDP, and still this rank's own
         in sharded mode.
 
+        On a GPU the work is queued on the current stream (and NCCL's), and the host goes on. The
+        ranks' hosts agree over gloo connections, so each step waits for the slowest host.
+
         Args:
             closure: called once, with gradients enabled, before anything else.
 
@@ -182,8 +188,9 @@ class Adam(torch.optim.Optimizer):
         groups: list[GroupScalars] = []
         error = None
         try:
+            _check_capture(self)
             engine.check_unchanged(self.param_groups)
-            groups = [_scalars(group) for group in self.param_groups]
+            groups = [_scalars(group, engine.device) for group in self.param_groups]
         except Exception as caught:  # as in the constructor
             error = caught
         grads, used = engine.average_gradients(groups, error)
@@ -331,6 +338,14 @@ class AdamW(Adam):
         )
 
 
+# torch renamed it when it learned of other accelerators.
+_check_capture: Callable[[torch.optim.Optimizer], None] = getattr(
+    torch.optim.Optimizer,
+    "_accelerator_graph_capture_health_check",
+    torch.optim.Optimizer._cuda_graph_capture_health_check,
+)
+
+
 def _check_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Raise on every rank if a rank's dict does not fit, or the ranks bring different ones."""
     assert isinstance(optimizer, Adam)
@@ -346,13 +361,21 @@ def _check_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, An
         raise ValueError("state_dict: the ranks bring different ones")
 
 
-def _scalars(group: Mapping[str, Any]) -> GroupScalars:
-    """A group's hyperparameters as they are now: users and schedulers change them at will."""
+def _scalars(group: Mapping[str, Any], device: torch.device | None) -> GroupScalars:
+    """A group's hyperparameters as they are now: users and schedulers change them at will.
+
+    Tensors on the parameters' GPU are left for the kernels to read.
+    """
+
+    def scalar(value: Any) -> Any:
+        on_device = isinstance(value, torch.Tensor) and value.device == device
+        return value if on_device and value.device.type != "cpu" else float(value)
+
     beta1, beta2 = group["betas"]
     return GroupScalars(
-        lr=float(group["lr"]),
-        beta1=float(beta1),
-        beta2=float(beta2),
+        lr=scalar(group["lr"]),
+        beta1=scalar(beta1),
+        beta2=scalar(beta2),
         eps=float(group["eps"]),
         weight_decay=float(group["weight_decay"]),
         decoupled=bool(group["decoupled_weight_decay"]),

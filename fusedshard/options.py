@@ -35,10 +35,9 @@ class ParallelOptions:
         if not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
             raise ValueError(f"bucket_cap_mb: got {cap!r}, wanted a finite number above 0")
 
-    @property
-    def ordered(self) -> bool:
-        """Whether our kernel adds the ranks' gradients; "auto" means so on gloo."""
-        return self.reduction != "backend"
+    def ordered(self, *, by_default: bool) -> bool:
+        """Whether our kernel adds the ranks' gradients; "auto" leaves it to ``by_default``."""
+        return by_default if self.reduction == "auto" else self.reduction == "ordered"
 
     @property
     def bucket_cap_bytes(self) -> int:
@@ -74,12 +73,14 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
         raise ValueError("differentiable: got True, wanted False: the fused update has no gradient")
 
 
-def check_groups(groups: Sequence[Mapping[str, Any]], first: int = 0) -> None:
-    """Raise ValueError or TypeError for param groups that cannot be taken; their parameters are
-    numbered from ``first`` in messages."""
+def check_groups(
+    groups: Sequence[Mapping[str, Any]], first: int = 0, device: torch.device | None = None
+) -> None:
+    """Raise for param groups that cannot be taken: their parameters are numbered from ``first``
+    in messages, and those that train must lie on ``device``, or on one."""
     for group in groups:
         check_hyperparameters(group)
-    check_params(groups, first)
+    check_params(groups, first, device)
 
 
 def _check_choice(name: str, got: str, allowed: tuple[str, ...]) -> None:

@@ -36,8 +36,11 @@ def parameter_labels(groups: Iterable[Mapping[str, Any]], first: int = 0) -> lis
     ]
 
 
-def check_params(groups: Sequence[Mapping[str, Any]], first: int) -> None:
-    """Raise TypeError or ValueError, naming the parameter, for one that cannot be trained here.
+def check_params(
+    groups: Sequence[Mapping[str, Any]], first: int, device: torch.device | None
+) -> None:
+    """Raise, naming the parameter, for one that cannot be trained here, or lies on another device
+    than ``device`` (None: than the first one).
 
     Frozen parameters may be anything: `check_param` is for them when they thaw.
     """
@@ -49,14 +52,20 @@ def check_params(groups: Sequence[Mapping[str, Any]], first: int) -> None:
             raise ValueError(f"{label}: got the same parameter twice in one group, wanted it once")
         seen.add(param)
         if param.requires_grad:
-            check_param(label, param)
+            device = device or param.device
+            check_param(label, param, device)
             training.append((label, param))
     _check_apart(training)
 
 
-def check_param(label: str, param: torch.Tensor) -> None:
-    """Raise TypeError or ValueError for a parameter that cannot be moved into flat memory."""
+def check_param(label: str, param: torch.Tensor, device: torch.device) -> None:
+    """Raise for a parameter that cannot be moved into flat memory on ``device``."""
     check_device(label, param.device)
+    if param.device != device:
+        raise ValueError(
+            f"{label}: got device {param.device}, wanted {device} as the others: use one "
+            "optimizer a device"
+        )
     if is_wrapper(param) or getattr(param, "_is_flat_param", False):
         raise TypeError(
             f"{label}: got a {type(param).__name__} without memory of its own (DTensor, FSDP, "

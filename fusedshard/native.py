@@ -1,0 +1,273 @@
+"""The native module, and for each kind of device one object that calls its functions.
+
+Tensors go in, addresses go down; `fusedshard.kernels` has checked them before. The extension knows
+neither torch nor Python objects. It is loaded after torch, so that both use torch's copy of the
+OpenMP runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from fusedshard.tables import SegmentTable, StepTables
+
+try:
+    from fusedshard import _C
+except ImportError as error:
+    _package = Path(__file__).resolve().parent
+    _files = [str(path) for path in sorted(_package.glob("_C*.so"))]
+    if not _files and (_package.parent / "setup.py").exists():
+        raise ImportError(
+            f"fusedshard was imported from its source tree ({_package}), which holds no built "
+            "extension: run from another directory after `pip install .`, or build in place "
+            "with `pip install -e .`"
+        ) from None
+    raise ImportError(
+        f"fusedshard's extension cannot be loaded: {error} (file: "
+        f"{', '.join(_files) or f'no _C*.so in {_package}'}). Rebuild it with `pip install "
+        "--force-reinstall --no-deps --no-cache-dir .` in the source tree"
+    ) from error
+
+_C.cpu_variant()  # so that a wrong FUSEDSHARD_CPU_ISA fails at import, not in the first step
+
+# Suffix of the native functions for each dtype they are compiled for.
+SUFFIX = {torch.float32: "f32", torch.float64: "f64"}
+
+
+class AdamState(NamedTuple):
+    """The arrays of one shard: 1-D, contiguous, of one dtype and length."""
+
+    param: torch.Tensor
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    max_exp_avg_sq: torch.Tensor | None
+
+
+class Control(NamedTuple):
+    """What multiplies the gradients, and whether to leave everything as it is.
+
+    Attributes:
+        grad_scale: a number, or a tensor of one fp64 element on the arrays' device.
+        found_inf: one fp32 element there; anything but 0 skips the update. None: never.
+    """
+
+    grad_scale: float | torch.Tensor = 1.0
+    found_inf: torch.Tensor | None = None
+
+
+class Backend(Protocol):
+    """The kernels of one kind of device. Nothing here waits for a device."""
+
+    def problem(self, device: torch.device) -> str: ...
+
+    def flat_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+
+    def adam(
+        self, state: AdamState, table: SegmentTable, steps: torch.Tensor, control: Control
+    ) -> None: ...
+
+    def count_steps(
+        self,
+        steps: torch.Tensor,
+        step_mirror: torch.Tensor,
+        used: torch.Tensor,
+        found_inf: torch.Tensor | None,
+    ) -> None: ...
+
+    def pack(self, send: torch.Tensor, table: SegmentTable) -> None: ...
+
+    def unpack(self, send: torch.Tensor, table: SegmentTable) -> None: ...
+
+    def mean(self, out: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None: ...
+
+    def square_sum(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def found_inf(self, found_inf: torch.Tensor, x: torch.Tensor) -> None: ...
+
+    def upload(self, tables: StepTables) -> None: ...
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class CpuBackend:
+    """Threads of OpenMP, as many as torch's."""
+
+    def problem(self, device: torch.device) -> str:
+        return ""
+
+    def flat_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.frombuffer(_C.FlatMemory(numel * dtype.itemsize), dtype=dtype)
+
+    def adam(
+        self, state: AdamState, table: SegmentTable, steps: torch.Tensor, control: Control
+    ) -> None:
+        if control.found_inf is not None and control.found_inf.item() != 0:
+            return
+        getattr(_C, f"adam_{SUFFIX[state.param.dtype]}")(
+            *map(address, state),
+            table.rows.data_ptr(),
+            len(table.rows),
+            steps.data_ptr(),
+            table.groups.data_ptr(),
+            float(control.grad_scale),
+            torch.get_num_threads(),
+        )
+
+    def count_steps(
+        self,
+        steps: torch.Tensor,
+        step_mirror: torch.Tensor,
+        used: torch.Tensor,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        if found_inf is None or found_inf.item() == 0:
+            steps.add_(used)
+            step_mirror.copy_(steps)
+
+    def pack(self, send: torch.Tensor, table: SegmentTable) -> None:
+        _C.pack(*self._move(send, table))
+
+    def unpack(self, send: torch.Tensor, table: SegmentTable) -> None:
+        _C.unpack(*self._move(send, table))
+
+    def _move(self, send: torch.Tensor, table: SegmentTable) -> tuple[int, ...]:
+        rows, count = table.rows.data_ptr(), len(table.rows)
+        threads = torch.get_num_threads()
+        return send.data_ptr(), rows, count, send.numel(), send.element_size(), threads
+
+    def mean(self, out: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
+        addresses = [chunk.data_ptr() for chunk in chunks]
+        mean = getattr(_C, f"mean_{SUFFIX[out.dtype]}")
+        mean(out.data_ptr(), addresses, out.numel(), torch.get_num_threads())
+
+    def square_sum(self, x: torch.Tensor) -> torch.Tensor:
+        square_sum = getattr(_C, f"square_sum_{SUFFIX[x.dtype]}")
+        total = square_sum(x.data_ptr(), x.numel(), torch.get_num_threads())
+        return torch.tensor(total, dtype=torch.float64, device=x.device)
+
+    def found_inf(self, found_inf: torch.Tensor, x: torch.Tensor) -> None:
+        non_finite = getattr(_C, f"non_finite_{SUFFIX[x.dtype]}")
+        if non_finite(x.data_ptr(), x.numel(), torch.get_num_threads()):
+            found_inf.fill_(1.0)
+
+    def upload(self, tables: StepTables) -> None:
+        """The kernels read the tables where they are written."""
+
+
+class CudaBackend:
+    """Launches on the current stream of the tensors' device, whichever device is current.
+
+    Args:
+        functions: those of ``_C.cuda``.
+    """
+
+    def __init__(self, functions: _C.CudaFunctions) -> None:
+        self._functions = functions
+        self._problems: dict[torch.device, str] = {}
+        self.tile_elements = functions.TILE_ELEMENTS
+
+    def problem(self, device: torch.device) -> str:
+        """Why the kernels cannot run there, or nothing; asked once a device."""
+        if device not in self._problems:
+            index, _ = self.where(device)
+            self._problems[device] = self._functions.device_problem(index)
+        return self._problems[device]
+
+    def where(self, device: torch.device) -> tuple[int, int]:
+        """The device's number and its current stream."""
+        stream = torch.cuda.current_stream(device)
+        return stream.device_index, stream.cuda_stream
+
+    def capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def flat_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=device)
+
+    def adam(
+        self, state: AdamState, table: SegmentTable, steps: torch.Tensor, control: Control
+    ) -> None:
+        scale, on_device = control.grad_scale, isinstance(control.grad_scale, torch.Tensor)
+        getattr(self._functions, f"adam_{SUFFIX[state.param.dtype]}")(
+            *map(address, state),
+            table.device_rows.data_ptr(),
+            table.tiles.data_ptr(),
+            len(table.tiles),
+            steps.data_ptr(),
+            table.device_groups.data_ptr(),
+            1.0 if on_device else scale,
+            address(scale) if isinstance(scale, torch.Tensor) else 0,
+            address(control.found_inf),
+            *self.where(state.param.device),
+        )
+
+    def count_steps(
+        self,
+        steps: torch.Tensor,
+        step_mirror: torch.Tensor,
+        used: torch.Tensor,
+        found_inf: torch.Tensor | None,
+    ) -> None:
+        arrays = steps.data_ptr(), step_mirror.data_ptr(), used.data_ptr(), len(steps)
+        self._functions.count_steps(*arrays, address(found_inf), *self.where(steps.device))
+
+    def pack(self, send: torch.Tensor, table: SegmentTable) -> None:
+        sizes = send.numel(), send.element_size()
+        self._functions.pack(*self._tiled(send, table), *sizes, *self.where(send.device))
+
+    def unpack(self, send: torch.Tensor, table: SegmentTable) -> None:
+        where = self.where(send.device)
+        self._functions.unpack(*self._tiled(send, table), send.element_size(), *where)
+
+    def _tiled(self, send: torch.Tensor, table: SegmentTable) -> tuple[int, int, int, int]:
+        rows, tiles = table.device_rows.data_ptr(), table.tiles.data_ptr()
+        return send.data_ptr(), rows, tiles, len(table.tiles)
+
+    def mean(self, out: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
+        addresses = [chunk.data_ptr() for chunk in chunks]
+        stride = addresses[1] - addresses[0] if len(chunks) > 1 else 0
+        if addresses != [addresses[0] + i * stride for i in range(len(chunks))]:
+            raise ValueError("chunks: got scattered ones, wanted equal distances on this device")
+        mean = getattr(self._functions, f"mean_{SUFFIX[out.dtype]}")
+        layout = addresses[0], stride // out.element_size(), len(chunks), out.numel()
+        mean(out.data_ptr(), *layout, *self.where(out.device))
+
+    def square_sum(self, x: torch.Tensor) -> torch.Tensor:
+        size = self._functions.square_sum_workspace(x.numel())
+        workspace = torch.empty(size, dtype=torch.float64, device=x.device)
+        square_sum = getattr(self._functions, f"square_sum_{SUFFIX[x.dtype]}")
+        square_sum(workspace.data_ptr(), x.data_ptr(), x.numel(), *self.where(x.device))
+        return workspace[-1]
+
+    def found_inf(self, found_inf: torch.Tensor, x: torch.Tensor) -> None:
+        check = getattr(self._functions, f"found_inf_{SUFFIX[x.dtype]}")
+        check(found_inf.data_ptr(), x.data_ptr(), x.numel(), *self.where(x.device))
+
+    def upload(self, tables: StepTables) -> None:
+        """Write what has changed since the last upload; in a CUDA graph everything, since other
+        steps may have run when it is replayed."""
+        tables.replayed |= self.capturing()
+        where = self.where(tables.device_words.device)
+        for start, stop in tables.stretches_to_send():
+            to, words = tables.device_words[start:stop], tables.words[start:stop]
+            self._functions.write_words(to.data_ptr(), words.data_ptr(), stop - start, *where)
+        for group, column, value in tables.device_scalars:
+            tables.device_groups[group, column].copy_(value)
+
+
+def cuda_build_note() -> str:
+    """Why the CUDA part was left out; empty where it was built."""
+    return _C.cuda_build()["note"]
+
+
+# By type of device. A build without CUDA has one for the CPU alone.
+BACKENDS: dict[str, Backend] = {"cpu": CpuBackend()}
+if _C.cuda_build()["built"]:
+    BACKENDS["cuda"] = CudaBackend(_C.cuda)

@@ -1,0 +1,185 @@
+"""What the kernels read of a step beside the arrays: table rows, used parameters, groups.
+
+All of it lies in one array of 64-bit words in host memory, and for a GPU once more in device
+memory, where it is brought up to date before the kernels of a step are launched.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fusedshard.layout import Segment
+from fusedshard.native import BACKENDS, CudaBackend
+
+_COLUMNS = 6  # start, length, grad address, active, param, group: struct Segment in kernels.h
+_BLOCK = 480  # words that one launch writes at most: kWords in table_cuda.cu
+
+
+class GroupScalars(NamedTuple):
+    """Hyperparameters of a param group, in the order of struct Group in adam.h.
+
+    lr and betas may be tensors of one element on the parameters' device, which are read there.
+    """
+
+    lr: float | torch.Tensor
+    beta1: float | torch.Tensor
+    beta2: float | torch.Tensor
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    amsgrad: bool
+    maximize: bool
+
+    def on_host(self) -> tuple[float, ...]:
+        """The values, with NaN for what only the device knows."""
+        return tuple(
+            float("nan") if isinstance(value, torch.Tensor) else float(value) for value in self
+        )
+
+
+class SegmentTable:
+    """The kernels' view of one bucket: a stretch of `StepTables` rows.
+
+    Attributes:
+        rows: (n, 6) int64 in host memory.
+        device_rows: the same for the kernels; on the CPU ``rows`` itself.
+        tiles: on a GPU (t, 2) int32: segment, and which stretch of it.
+        groups, device_groups: (groups, 8) fp64, one row a param group.
+        end: one past the last element that any row names.
+        amsgrad: whether the group of any row has it.
+    """
+
+    def __init__(self, tables: StepTables, first: int, segments: Sequence[Segment]) -> None:
+        self.rows = tables.rows[first : first + len(segments)]
+        self.device_rows = tables.device_rows[first : first + len(segments)]
+        self.groups, self.device_groups = tables.groups, tables.device_groups
+        self.end = max((s.shard_start + s.length for s in segments), default=0)
+        self.tiles = _tiles([s.length for s in segments], tables.device_words.device)
+        self.amsgrad = False
+
+
+class StepTables:
+    """The tables of several buckets, which are refreshed together.
+
+    Start, length, parameter and group of a row never change; gradient addresses, used parameters
+    and groups are what was set last. Nothing acts before `upload`.
+
+    Args:
+        stretches: for each bucket its segments and bytes of an element.
+        group_of: int64, the param group of each parameter.
+        group_count: param groups.
+        device: where the kernels run.
+    """
+
+    def __init__(
+        self,
+        stretches: Sequence[tuple[Sequence[Segment], int]],
+        group_of: torch.Tensor,
+        group_count: int,
+        device: torch.device,
+    ) -> None:
+        flat = [(segment, size) for segments, size in stretches for segment in segments]
+        self._params = integers([s.param for s, _ in flat])
+        self._param_offset_bytes = integers([s.param_start * size for s, size in flat])
+        self._shard_offset_bytes = integers([s.shard_start * size for s, size in flat])
+        sizes = [len(flat) * _COLUMNS, len(group_of), group_count * len(GroupScalars._fields)]
+        self.words = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu")
+        backend = BACKENDS[device.type]
+        self.device_words = self.words
+        if isinstance(backend, CudaBackend):
+            self.device_words = torch.zeros_like(self.words, device=device)
+        self.rows, self.used, self.groups = _parts(self.words, sizes)
+        self.device_rows, self.device_used, self.device_groups = _parts(self.device_words, sizes)
+        self.rows[:, 0] = integers([s.shard_start for s, _ in flat])
+        self.rows[:, 1] = integers([s.length for s, _ in flat])
+        self.rows[:, 4] = self._params
+        self.rows[:, 5] = group_of[self._params]
+        firsts = itertools.accumulate((len(segments) for segments, _ in stretches), initial=0)
+        self.tables = [
+            SegmentTable(self, first, segments)
+            for first, (segments, _) in zip(firsts, stretches, strict=False)
+        ]
+        self.device_scalars: list[tuple[int, int, torch.Tensor]] = []
+        self.replayed = False  # whether a CUDA graph may write to the device's words
+        self._sent: torch.Tensor | None = None
+        self._backend = backend
+
+    def point_at_shards(self, gradients: Sequence[torch.Tensor]) -> None:
+        """Take each bucket's gradients from one array parallel to it, which must outlive this."""
+        bases = [g.data_ptr() for g, t in zip(gradients, self.tables, strict=True) for _ in t.rows]
+        self.rows[:, 2] = integers(bases) + self._shard_offset_bytes
+
+    def point_at_params(self, addresses: torch.Tensor) -> None:
+        """Take each segment from its parameter's own gradient: ``addresses`` from
+        `gradient_addresses`."""
+        found = addresses[self._params]
+        self.rows[:, 2] = torch.where(found == 0, found, found + self._param_offset_bytes)
+
+    def set_used(self, used: torch.Tensor) -> None:
+        """Which parameters have a gradient on any rank: int64, 0 or 1 for each."""
+        self.used.copy_(used)
+        self.rows[:, 3] = used[self._params]
+
+    def set_groups(self, groups: Sequence[GroupScalars]) -> None:
+        """The hyperparameters as they are now."""
+        values = [group.on_host() for group in groups]
+        self.groups.copy_(torch.tensor(values, dtype=torch.float64, device="cpu").view(-1, 8))
+        for table in self.tables:
+            table.amsgrad = any(group.amsgrad for group in groups) and any(
+                groups[index].amsgrad for index in table.rows[:, 5].unique().tolist()
+            )
+        self.device_scalars = [
+            (index, column, value)
+            for index, group in enumerate(groups)
+            for column, value in enumerate(group)
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def upload(self) -> None:
+        """Bring the device's words up to date, in the order of the current stream."""
+        self._backend.upload(self)
+
+    def stretches_to_send(self) -> list[tuple[int, int]]:
+        """``(start, stop)`` of the words that differ from those on the device, which count as
+        sent with this call."""
+        if self._sent is None or self.replayed:
+            self._sent = self.words.clone()
+            return [(0, len(self.words))] if len(self.words) else []
+        changed = self.words != self._sent
+        self._sent.copy_(self.words)
+        blocks = (changed.nonzero().flatten() // _BLOCK).unique().tolist()
+        return [(b * _BLOCK, min((b + 1) * _BLOCK, len(self.words))) for b in blocks]
+
+
+def integers(values: Sequence[int]) -> torch.Tensor:
+    """An int64 tensor in host memory, whatever torch's default device."""
+    return torch.tensor(values, dtype=torch.int64, device="cpu")
+
+
+def gradient_addresses(grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """Addresses of dense gradients in their parameters' storage order, int64; 0 for None."""
+    return integers([0 if grad is None else grad.data_ptr() for grad in grads])
+
+
+def _parts(
+    words: torch.Tensor, sizes: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows, used, groups = words.split(list(sizes))
+    columns = len(GroupScalars._fields)
+    return rows.view(-1, _COLUMNS), used, groups.view(torch.float64).view(-1, columns)
+
+
+def _tiles(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Which stretch of which segment each thread block takes; none on the CPU."""
+    backend = BACKENDS[device.type]
+    if not isinstance(backend, CudaBackend):
+        return torch.empty(0, 2, dtype=torch.int32)
+    counts = (integers(lengths) + backend.tile_elements - 1) // backend.tile_elements
+    segments = torch.arange(len(lengths), device="cpu").repeat_interleave(counts)
+    firsts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    indices = torch.arange(len(segments), device="cpu") - firsts
+    return torch.stack([segments, indices], dim=1).to(torch.int32).to(device)

@@ -1,0 +1,252 @@
+"""How buckets move between ranks: one class for each way, over 1-D tensors of N equal parts.
+
+Which of torch's ways is used where is decided by measurement (benchmarks/bench_comm.py). On gloo a
+bucket is exchanged by pairs of isend and irecv: at 25 and 64 MiB they beat gloo's own
+ReduceScatter by 2.6 to 3.3 times and its AllGather by 1.3 to 3.3, and are about level with its
+all-to-all and broadcasts. NCCL's own collectives are used as they are.
+
+Whatever is handed to a transport must stay as it is until the result was waited for. On a GPU
+`Pending.wait` orders the current stream behind the collective and does not hold the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed both, and warns of the old names.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_TAG = 0  # messages between two ranks arrive in the order in which they were sent
+
+
+class Waitable(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Pending:
+    """A collective that was started: `wait` returns when its results may be used.
+
+    Args:
+        works: what is waited for.
+        then: called after that, once.
+    """
+
+    def __init__(
+        self, works: Sequence[Waitable | None] = (), then: Callable[[], object] | None = None
+    ) -> None:
+        self._works = works
+        self._then = then
+
+    def wait(self) -> None:
+        for work in self._works:
+            if work is not None:
+                work.wait()
+        if self._then is not None:
+            self._then()
+            self._then = None
+
+
+class Transport(Protocol):
+    """Collectives over the ranks of one group. All are collective.
+
+    Attributes:
+        received_chunks: chunks that `exchange_chunks` wants room for.
+        prefers_ordered: whether adding the chunks ourselves is the faster way, too.
+    """
+
+    received_chunks: int
+    prefers_ordered: bool
+
+    def exchange_chunks(
+        self, send: torch.Tensor, receive: torch.Tensor
+    ) -> tuple[list[torch.Tensor], Pending]:
+        """Chunk r of ``send`` goes to rank r; the chunks meant for this rank, in rank order."""
+
+    def all_gather_(self, flat: torch.Tensor) -> Pending:
+        """This rank's part of ``flat`` to all others, in place."""
+
+    def reduce_scatter(self, send: torch.Tensor, out: torch.Tensor) -> Pending:
+        """The sum of this rank's part of ``send`` into ``out``."""
+
+    def all_reduce_(self, buffer: torch.Tensor) -> Pending:
+        """The sum, in place."""
+
+    def broadcast_(self, tensor: torch.Tensor) -> None:
+        """The first rank's values, in place."""
+
+
+class GlooPairs:
+    """CPU tensors over gloo connections of our own.
+
+    Args:
+        gloo: a ProcessGroupGloo over the ranks.
+    """
+
+    prefers_ordered = True
+
+    def __init__(self, gloo: Any) -> None:
+        self._gloo = gloo
+        self._rank, self._world_size = gloo.rank(), gloo.size()
+        self.received_chunks = self._world_size - 1
+
+    @property
+    def _peers(self) -> list[int]:
+        """The other ranks, beginning after this one, so that not all send to the same first."""
+        return [(self._rank + i) % self._world_size for i in range(1, self._world_size)]
+
+    def exchange_chunks(
+        self, send: torch.Tensor, receive: torch.Tensor
+    ) -> tuple[list[torch.Tensor], Pending]:
+        length = send.numel() // self._world_size
+        chunks = list(send.split(length))
+        arriving = dict(zip(self._peers, receive.split(length), strict=True))
+        works = [self._gloo.recv([arriving[peer]], peer, _TAG) for peer in self._peers]
+        works += [self._gloo.send([chunks[peer]], peer, _TAG) for peer in self._peers]
+        arriving[self._rank] = chunks[self._rank]
+        return [arriving[rank] for rank in range(self._world_size)], Pending(works)
+
+    def all_gather_(self, flat: torch.Tensor) -> Pending:
+        parts = flat.split(flat.numel() // self._world_size)
+        works = [self._gloo.recv([parts[peer]], peer, _TAG) for peer in self._peers]
+        works += [self._gloo.send([parts[self._rank]], peer, _TAG) for peer in self._peers]
+        return Pending(works)
+
+    def reduce_scatter(self, send: torch.Tensor, out: torch.Tensor) -> Pending:
+        return Pending([self._gloo._reduce_scatter_base(out, send)])
+
+    def all_reduce_(self, buffer: torch.Tensor) -> Pending:
+        return Pending([self._gloo.allreduce([buffer])])
+
+    def broadcast_(self, tensor: torch.Tensor) -> None:
+        self._gloo.broadcast(tensor, 0).wait()
+
+
+class StagedPairs:
+    """Tensors of a device that gloo does not reach, by way of host memory.
+
+    For tests and odd machines, since every call waits for the device.
+
+    Args:
+        pairs: moves the copies.
+        world_size: ranks.
+        rank: this one.
+    """
+
+    prefers_ordered = True
+
+    def __init__(self, pairs: Transport, world_size: int, rank: int) -> None:
+        self._pairs = pairs
+        self._world_size, self._rank = world_size, rank
+        # All of them, so that the chunks lie at equal distances on the device.
+        self.received_chunks = world_size
+
+    def exchange_chunks(
+        self, send: torch.Tensor, receive: torch.Tensor
+    ) -> tuple[list[torch.Tensor], Pending]:
+        host_send = _host_copy(send)
+        room = send.numel() // self._world_size * self._pairs.received_chunks
+        chunks, pending = self._pairs.exchange_chunks(host_send, host_send.new_empty(room))
+
+        def finish() -> None:
+            pending.wait()
+            receive.copy_(torch.cat(chunks))
+
+        return list(receive.split(send.numel() // self._world_size)), Pending(then=finish)
+
+    def all_gather_(self, flat: torch.Tensor) -> Pending:
+        return self._in_place(self._pairs.all_gather_, flat)
+
+    def reduce_scatter(self, send: torch.Tensor, out: torch.Tensor) -> Pending:
+        host_out = out.new_empty(out.size(), device="cpu")
+        pending = self._pairs.reduce_scatter(_host_copy(send), host_out)
+
+        def finish() -> None:
+            pending.wait()
+            out.copy_(host_out)
+
+        return Pending(then=finish)
+
+    def all_reduce_(self, buffer: torch.Tensor) -> Pending:
+        return self._in_place(self._pairs.all_reduce_, buffer)
+
+    def broadcast_(self, tensor: torch.Tensor) -> None:
+        host = _host_copy(tensor)
+        self._pairs.broadcast_(host)
+        tensor.copy_(host)
+
+    def _in_place(
+        self, collective: Callable[[torch.Tensor], Pending], tensor: torch.Tensor
+    ) -> Pending:
+        host = _host_copy(tensor)
+        pending = collective(host)
+
+        def finish() -> None:
+            pending.wait()
+            tensor.copy_(host)
+
+        return Pending(then=finish)
+
+
+class GroupCollectives:
+    """The collectives of the given group's own backend, as NCCL has them.
+
+    They run on the backend's stream behind what the current stream holds already.
+
+    Args:
+        group: the process group.
+    """
+
+    prefers_ordered = False
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.received_chunks = self._world_size
+
+    def exchange_chunks(
+        self, send: torch.Tensor, receive: torch.Tensor
+    ) -> tuple[list[torch.Tensor], Pending]:
+        work = dist.all_to_all_single(receive, send, group=self._group, async_op=True)
+        return list(receive.split(send.numel() // self._world_size)), Pending([work])
+
+    def all_gather_(self, flat: torch.Tensor) -> Pending:
+        own = flat.split(flat.numel() // self._world_size)[self._rank]
+        return Pending([_all_gather(flat, own, group=self._group, async_op=True)])
+
+    def reduce_scatter(self, send: torch.Tensor, out: torch.Tensor) -> Pending:
+        # SUM, and the kernel divides: AVG is not there for every backend and dtype.
+        work = _reduce_scatter(out, send, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+        return Pending([work])
+
+    def all_reduce_(self, buffer: torch.Tensor) -> Pending:
+        return Pending([dist.all_reduce(buffer, group=self._group, async_op=True)])
+
+    def broadcast_(self, tensor: torch.Tensor) -> None:
+        dist.broadcast(tensor, dist.get_global_rank(self._group, 0), group=self._group)
+
+
+def choose_transport(group: dist.ProcessGroup, gloo: Any, device: torch.device) -> Transport:
+    """The way for tensors of a device: the group's own backend for it, unless that is gloo."""
+    pairs = GlooPairs(gloo)
+    if device.type == "cpu":
+        return pairs
+    if _backend_name(group, device) == "gloo":
+        return StagedPairs(pairs, gloo.size(), gloo.rank())
+    return GroupCollectives(group)
+
+
+def _backend_name(group: Any, device: torch.device) -> str:
+    """The group's backend for a device; gloo, which we have ourselves, where it has none."""
+    try:
+        return str(group._get_backend(device).name())
+    except RuntimeError:
+        return "gloo"
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("cpu", copy=True)
