@@ -27,6 +27,8 @@ from rich.table import Table
 
 from fusedshard import _C, kernels
 from fusedshard.layout import Segment
+from fusedshard.native import AdamState
+from fusedshard.tables import GroupScalars, StepTables
 
 Update = Callable[[], object]
 
@@ -78,10 +80,12 @@ class Contender:
 def fusedshard_update(isa: str, arrays: Arrays) -> Update:
     elements = arrays.param.numel()
     segment = Segment(param=0, param_start=0, shard_start=0, length=elements)
-    table = kernels.SegmentTable([segment], arrays.param.itemsize)
-    table.point_at_shard(arrays.grad)
-    state = kernels.AdamState(arrays.param, arrays.exp_avg, arrays.exp_avg_sq, None)
-    group = kernels.GroupScalars(
+    group_of, steps = torch.zeros(1).long(), torch.zeros(1).long()
+    tables = StepTables([([segment], arrays.param.itemsize)], group_of, 1, arrays.param.device)
+    tables.point_at_shards([arrays.grad])
+    tables.set_used(torch.ones(1).long())
+    state = AdamState(arrays.param, arrays.exp_avg, arrays.exp_avg_sq, None)
+    group = GroupScalars(
         beta1=0.9,
         beta2=0.999,
         eps=1e-8,
@@ -90,13 +94,13 @@ def fusedshard_update(isa: str, arrays: Arrays) -> Update:
         maximize=False,
         **HYPERPARAMETERS,
     )
-    active, group_of, steps = torch.ones(1).long(), torch.zeros(1).long(), torch.zeros(1).long()
 
     def update() -> None:
         _C.set_cpu_variant(isa)
+        tables.set_groups([group])
+        tables.upload()
+        kernels.adam_(state, tables.tables[0], steps)
         steps.add_(1)
-        table.refresh(active, steps, group_of)
-        kernels.adam_(state, table, [group])
 
     return update
 

@@ -4,7 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import emulation
 import pytest
+from emulated_backend import emulated_kernels
 from ranks import RankPool
 
 # Rank processes on one machine talk over loopback, whatever its host name resolves to.
@@ -17,6 +19,24 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     pool = RankPool(tmp_path_factory.mktemp("ranks"))
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def emulated_module(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The CUDA kernels, compiled for emulated devices; FUSEDSHARD_EMULATED names them ready made,
+    as with a sanitizer."""
+    ready = os.environ.get("FUSEDSHARD_EMULATED")
+    return Path(ready) if ready else emulation.build(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(params=["cpu", "emulated"])
+def each_backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The CPU's kernels, and the CUDA kernels on emulated devices."""
+    if request.param == "cpu":
+        yield
+    else:
+        with emulated_kernels(request.getfixturevalue("emulated_module")):
+            yield
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedshard.kernels import AdamState, GroupScalars
+from fusedshard.native import AdamState
+from fusedshard.tables import GroupScalars
 
 
 class Problem(NamedTuple):
@@ -44,6 +45,7 @@ def adam_reference_(
     are computed in double and rounded once by torch.
     """
     param, exp_avg, exp_avg_sq, max_exp_avg_sq = state
+    assert isinstance(group.beta1, float) and isinstance(group.beta2, float)
     grad = grad * grad_scale
     if group.maximize:
         grad = -grad

@@ -9,11 +9,15 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from kernel_cases import ADAM, ADAMW
+from kernel_cases import ADAM, ADAMW, tables_of
 from oracles import same_state
 
-from fusedshard.kernels import AdamState, SegmentTable, adam_, mean_, square_sum
+from fusedshard.kernels import adam_, found_inf_, mean_, pack_, square_sum
 from fusedshard.layout import Segment
+from fusedshard.native import AdamState
+from fusedshard.tables import GroupScalars, SegmentTable, integers
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 NUMEL = 6
 
@@ -53,16 +57,21 @@ def state_of(numel: int = NUMEL) -> AdamState:
     return AdamState(*(torch.rand(numel) for _ in range(4)))
 
 
-def table_of(*lengths: int) -> SegmentTable:
+GRADIENT = torch.ones(100)
+
+
+def table_of(*lengths: int, groups: tuple[GroupScalars, ...] = (ADAM,)) -> SegmentTable:
     """A packed shard of parameters, ready to run on a gradient of ones."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     segments = [Segment(i, 0, starts[i], length) for i, length in enumerate(lengths)]
-    table = SegmentTable(segments, 4)
-    table.gradient = torch.ones(sum(lengths))  # type: ignore[attr-defined]  # kept alive
-    table.point_at_shard(table.gradient)  # type: ignore[attr-defined]
-    ones = torch.ones(len(lengths), dtype=torch.int64)
-    table.refresh(ones, ones, ones * 0)
-    return table
+    tables = tables_of(segments, 4, groups)
+    tables.point_at_shards([GRADIENT])
+    tables.upload()
+    return tables.tables[0]
+
+
+def run(state: AdamState, table: SegmentTable, **options: torch.Tensor) -> None:
+    adam_(state, table, integers([0, 0]), **options)
 
 
 @pytest.mark.parametrize("wrong", WRONG_BESIDE_OTHERS)
@@ -77,35 +86,64 @@ def test_adam_refuses_an_array(name: str, wrong: str) -> None:
         name, message = "exp_avg", "got torch.float32, wanted torch.float64"
     before = copy.deepcopy(state)
     with refused(name, kind, message):
-        adam_(given, table_of(NUMEL), [ADAM])
+        run(given, table_of(NUMEL))
     assert same_state(state, before)
 
 
 def test_adam_refuses_an_unknown_dtype_of_all() -> None:
     state = AdamState(*(array.half() for array in state_of() if array is not None))
     with refused("param", TypeError, "got torch.float16, wanted torch.float32 or torch.float64"):
-        adam_(state, table_of(NUMEL), [ADAM])
+        run(state, table_of(NUMEL))
 
 
 def test_adam_refuses_amsgrad_without_its_moment() -> None:
     state = state_of()._replace(max_exp_avg_sq=None)
     before = copy.deepcopy(state)
     with refused("max_exp_avg_sq", ValueError, "got None, wanted an array"):
-        adam_(state, table_of(NUMEL), [ADAM._replace(amsgrad=True), ADAMW])
+        run(state, table_of(NUMEL, groups=(ADAM._replace(amsgrad=True), ADAMW)))
     assert same_state(state, before)
 
 
 def test_adam_needs_no_third_moment_for_the_groups_of_others() -> None:
     state = state_of()._replace(max_exp_avg_sq=None)
-    adam_(state, table_of(NUMEL), [ADAM, ADAMW._replace(amsgrad=True)])
+    run(state, table_of(NUMEL, groups=(ADAM, ADAMW._replace(amsgrad=True))))
 
 
 def test_adam_refuses_a_table_that_ends_past_the_shard() -> None:
     state = state_of()
     before = copy.deepcopy(state)
     with refused("table", ValueError, "ends at 7, wanted at most 6"):
-        adam_(state, table_of(3, 4), [ADAM])
+        run(state, table_of(3, 4))
     assert same_state(state, before)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind", "message"),
+    [
+        ("found_inf", torch.zeros(1).double(), TypeError, "got torch.float64, wanted torch.float3"),
+        ("found_inf", torch.zeros(2), ValueError, "got 2 elements, wanted 1"),
+        ("found_inf", torch.zeros(1, device="meta"), ValueError, "got device meta, wanted cpu"),
+        ("grad_scale", torch.ones(1), TypeError, "got torch.float32, wanted torch.float64"),
+        ("grad_scale", torch.ones(2).double(), ValueError, "got 2 elements, wanted 1"),
+    ],
+)
+def test_adam_refuses_a_scalar(
+    name: str, value: torch.Tensor, kind: type[Exception], message: str
+) -> None:
+    state = state_of()
+    before = copy.deepcopy(state)
+    with refused(name, kind, message):
+        run(state, table_of(NUMEL), **{name: value})
+    assert same_state(state, before)
+
+
+def test_a_table_of_another_device_is_refused() -> None:
+    table = table_of(NUMEL)
+    table.device_rows = table.device_rows.to("meta")
+    with refused("table", ValueError, "got device meta, wanted cpu"):
+        run(state_of(), table)
+    with refused("table", ValueError, "got device meta, wanted cpu"):
+        pack_(torch.zeros(NUMEL), table)
 
 
 @pytest.mark.parametrize("wrong", WRONG)
@@ -134,3 +172,15 @@ def test_square_sum_refuses(wrong: str) -> None:
     change, kind, message = WRONG[wrong]
     with refused("x", kind, message):
         square_sum(change(torch.ones(NUMEL)))
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_found_inf_refuses(wrong: str) -> None:
+    change, kind, message = WRONG[wrong]
+    with refused("x", kind, message):
+        found_inf_(torch.zeros(1), change(torch.ones(NUMEL)))
+
+
+def test_found_inf_refuses_its_flag() -> None:
+    with refused("found_inf", TypeError, "got torch.int64, wanted torch.float32"):
+        found_inf_(torch.zeros(1, dtype=torch.int64), torch.ones(NUMEL))

@@ -23,7 +23,9 @@ from kernel_cases import (
 from oracles import adam_reference_, fresh_state, ordered_mean, same_bits, same_state
 
 from fusedshard import _C
-from fusedshard.kernels import AdamState, GroupScalars, mean_, square_sum
+from fusedshard.kernels import found_inf_, mean_, square_sum
+from fusedshard.native import AdamState
+from fusedshard.tables import GroupScalars
 
 # Below, at and above what one thread, two and three take (a thread takes 2^15 elements at least),
 # with and without a remainder for every vector width.
@@ -99,8 +101,21 @@ def test_square_sum(dtype: torch.dtype, numel: int) -> None:
     sums = set()
     for variant, threads in ways_to_run():
         with running_on(variant, threads):
-            sums.add(square_sum(x).hex())
+            sums.add(float(square_sum(x)).hex())
     assert len(sums) == 1
+
+
+@each_size
+@each_dtype
+def test_found_inf(dtype: torch.dtype, numel: int) -> None:
+    x = odd_values(numel, dtype)
+    finite = x.nan_to_num()
+    for variant, threads in ways_to_run():
+        with running_on(variant, threads):
+            for values in (x, finite):
+                found_inf = torch.zeros(1)
+                found_inf_(found_inf, values)
+                assert bool(found_inf) == (not values.isfinite().all())
 
 
 @each_dtype
@@ -141,7 +156,10 @@ COUNT_THREADS = """
 import os, sys, torch
 sys.path.insert(0, sys.argv[1])
 from kernel_cases import ADAM, update
-from fusedshard.kernels import AdamState, flat_memory, mean_, square_sum
+from fusedshard.kernels import flat_memory, mean_, square_sum
+from fusedshard.native import AdamState
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 p, g, m, v = (flat_memory(4 * 2**15, torch.float32) for _ in range(4))
 kernels = [
     lambda: square_sum(g[: 2**16 - 1]),
@@ -162,7 +180,9 @@ def test_threads_are_used() -> None:
     assert [count - counts[0] for count in counts] == [0, 1, 2, 3], done.stderr
 
 
-USE = "import torch; from fusedshard import _C, kernels; x = kernels.square_sum(torch.ones(3))"
+USE = (
+    "import torch; from fusedshard import _C, kernels; x = kernels.square_sum(torch.ones(3)).item()"
+)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,11 @@ from oracles import (
     torch_fused_default,
 )
 
-from fusedshard.kernels import AdamState, GroupScalars, mean_, square_sum
+from fusedshard.kernels import count_steps_, found_inf_, mean_, square_sum
+from fusedshard.native import AdamState
+from fusedshard.tables import GroupScalars
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 
 @each_group
@@ -170,15 +174,16 @@ def test_mean_adds_in_order_then_divides(count: int, numel: int, dtype: torch.dt
 
 
 def test_mean_of_another_order_has_other_bits() -> None:
-    chunks = [torch.full((100,), value) for value in (2.0**24, 1.0, 1.0, -(2.0**24))]
-    out = torch.empty(100)
-    for order in itertools.permutations(chunks):
-        mean_(out, order)
-        assert same_bits(out, ordered_mean(list(order)))
-    mean_(out, chunks)
-    assert out[0] == 0.0
-    mean_(out, [chunks[0], chunks[3], chunks[1], chunks[2]])
-    assert out[0] == 0.5
+    values = (2.0**24, 1.0, 1.0, -(2.0**24))
+    results = {}
+    for order in itertools.permutations(values):
+        chunks = list(torch.tensor(order).unsqueeze(1).repeat(1, 100))
+        out = torch.empty(100)
+        mean_(out, chunks)
+        assert same_bits(out, ordered_mean(chunks))
+        results[order] = out[0].item()
+    assert results[values] == 0.0
+    assert results[2.0**24, -(2.0**24), 1.0, 1.0] == 0.5
 
 
 def test_mean_divides_rather_than_multiplies() -> None:
@@ -202,23 +207,23 @@ def test_mean_into_one_of_its_chunks(index: int) -> None:
 def test_mean_keeps_zeros_sign_and_non_finite_values() -> None:
     values = [[-0.0, math.nan, math.inf, math.inf], [-0.0, 1.0, 1.0, -math.inf]]
     out = torch.empty(4)
-    mean_(out, [torch.tensor(row) for row in values])
+    mean_(out, list(torch.tensor(values)))
     assert same_bits(out, torch.tensor([-0.0, math.nan, math.inf, math.nan]))
 
 
-@pytest.mark.parametrize("numel", [0, 1, 7, 31, 32, 33, 1023, 1024, 1025, 17 * 257, 100_003])
+@pytest.mark.parametrize("numel", [0, 1, 7, 127, 128, 129, 4095, 4096, 4097, 17 * 257, 100_003])
 @each_dtype
 def test_square_sum_equals_fsum(numel: int, dtype: torch.dtype) -> None:
     (x,) = chunks_of_all_scales(1, numel, dtype)
     exact = math.fsum(value * value for value in x.double().tolist())
-    assert square_sum(x) == pytest.approx(exact, rel=1e-12, abs=0)
+    assert square_sum(x).item() == pytest.approx(exact, rel=1e-12, abs=0)
 
 
 def test_square_sum_of_many_small_and_of_huge_values() -> None:
     small = torch.full((4_000_000,), 1e-4)
-    assert square_sum(small) == pytest.approx(4e6 * small[0].item() ** 2, rel=1e-9)
-    assert square_sum(torch.full((1000,), 1e20)) == pytest.approx(1e43, rel=1e-6)
-    assert square_sum(torch.full((1000,), 1e-30)) == pytest.approx(1e-57, rel=1e-6)
+    assert square_sum(small).item() == pytest.approx(4e6 * small[0].item() ** 2, rel=1e-9)
+    assert square_sum(torch.full((1000,), 1e20)).item() == pytest.approx(1e43, rel=1e-6)
+    assert square_sum(torch.full((1000,), 1e-30)).item() == pytest.approx(1e-57, rel=1e-6)
 
 
 @pytest.mark.parametrize("at", [0, 31, 1024, 4999])
@@ -228,3 +233,52 @@ def test_square_sum_sees_non_finite_values(at: int) -> None:
     assert square_sum(x) == math.inf
     x[at] = math.nan
     assert math.isnan(square_sum(x))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 3, 4, 5, 17 * 257])
+@each_dtype
+def test_found_inf_keeps_its_value_where_all_is_finite(numel: int, dtype: torch.dtype) -> None:
+    x = torch.full((numel,), torch.finfo(dtype).max, dtype=dtype)
+    for before in (0.0, 1.0):
+        found_inf = torch.tensor([before])
+        found_inf_(found_inf, x)
+        assert found_inf.item() == before
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, 1, 4000, 17 * 257 - 1])
+@each_dtype
+def test_found_inf_sees_every_element(at: int, value: float, dtype: torch.dtype) -> None:
+    x = torch.ones(17 * 257, dtype=dtype)
+    x[at] = value
+    found_inf = torch.zeros(1)
+    found_inf_(found_inf, x)
+    assert found_inf.item() == 1.0
+
+
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_found_inf_skips_the_update(found: float) -> None:
+    state, skipped = fresh_state(torch.ones(999)), fresh_state(torch.ones(999))
+    grad = torch.linspace(-1, 1, 999)
+    update(state, grad, ADAM, 1)
+    update(skipped, grad, ADAM, 1, found_inf=torch.tensor([found]))
+    assert same_state(skipped, fresh_state(torch.ones(999)) if found else state)
+
+
+@each_dtype
+def test_grad_scale_may_be_a_tensor(dtype: torch.dtype) -> None:
+    by_number, by_tensor = (fresh_state(torch.ones(999, dtype=dtype)) for _ in range(2))
+    grad = torch.linspace(-1, 1, 999, dtype=dtype)
+    update(by_number, grad, ADAM, 1, 1 / 3)
+    update(by_tensor, grad, ADAM, 1, torch.tensor(1 / 3, dtype=torch.float64))
+    assert same_state(by_tensor, by_number)
+
+
+@pytest.mark.parametrize("found", [None, 0.0, 1.0])
+def test_steps_are_counted_unless_skipped(found: float | None) -> None:
+    steps = torch.tensor([0, 5, 2**24 + 1, 7])
+    mirror, used = torch.full((4,), -1.0), torch.tensor([1, 0, 1, 1])
+    count_steps_(steps, mirror, used, None if found is None else torch.tensor([found]))
+    counted = [1, 5, 2**24 + 2, 8]
+    assert steps.tolist() == ([0, 5, 2**24 + 1, 7] if found else counted)
+    assert mirror.tolist() == ([-1.0] * 4 if found else counted)

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import ADAMW
+from kernel_cases import ADAMW, tables_of
 from oracles import adam_reference_, fresh_state, same_state
 
-from fusedshard.kernels import AdamState, SegmentTable, adam_, flat_memory, square_sum
+from fusedshard.kernels import adam_, flat_memory, square_sum
 from fusedshard.layout import Segment
+from fusedshard.native import AdamState
+from fusedshard.tables import integers
 
 NUMEL = 2**31 + 1001
 
@@ -36,10 +38,9 @@ def test_update_behind_element_2_to_the_31(start: int) -> None:
     grads[places] = torch.linspace(3, -2, 80)
     want = fresh_state(state.param[places])
     adam_reference_(want, grads[places], ADAMW, 1)
-    table = SegmentTable([Segment(0, 0, start, 80)], 4)
-    table.point_at_shard(grads)
-    one = torch.ones(1, dtype=torch.int64)
-    table.refresh(one, one, one * 0)
-    adam_(state, table, [ADAMW])
+    tables = tables_of([Segment(0, 0, start, 80)], 4, [ADAMW])
+    tables.point_at_shards([grads])
+    tables.upload()
+    adam_(state, tables.tables[0], integers([0]))
     ours = state.param[places], state.exp_avg[places], state.exp_avg_sq[places]
     assert same_state(AdamState(*ours, None), want)

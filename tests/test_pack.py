@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import running_on
+from kernel_cases import running_on, tables_of
 
 from fusedshard import _C
-from fusedshard.kernels import SegmentTable, gradient_addresses, pack_, unpack_
+from fusedshard.kernels import pack_, unpack_
 from fusedshard.layout import Segment
+from fusedshard.tables import gradient_addresses
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -23,8 +26,10 @@ def test_pack_and_unpack(threads: int, dtype: torch.dtype) -> None:
     grads[2] = None
     # Each row begins at element 7 of its parameter.
     segments = [Segment(i, 7, starts[i], lengths[i]) for i in range(4)]
-    table = SegmentTable(segments, dtype.itemsize)
-    table.point_at_params(gradient_addresses(grads))
+    tables = tables_of(segments, dtype.itemsize)
+    tables.point_at_params(gradient_addresses(grads))
+    tables.upload()
+    (table,) = tables.tables
     expected = torch.zeros(numel, dtype=dtype)
     for start, length, grad in zip(starts, lengths, grads, strict=True):
         if grad is not None:
@@ -41,7 +46,7 @@ def test_pack_and_unpack(threads: int, dtype: torch.dtype) -> None:
 
 
 def test_a_table_past_the_buffer_is_refused() -> None:
-    table = SegmentTable([Segment(0, 0, 4, 3)], 4)
+    (table,) = tables_of([Segment(0, 0, 4, 3)], 4).tables
     for function in (pack_, unpack_):
         with pytest.raises(ValueError, match="table: ends at 7, wanted at most 6"):
             function(torch.zeros(6), table)

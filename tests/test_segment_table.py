@@ -8,11 +8,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from kernel_cases import ADAM, ADAMW, each_dtype, running_on, ways_to_run
+from emulated_backend import is_emulated
+from kernel_cases import ADAM, ADAMW, each_dtype, running_on, tables_of, ways_to_run
 from oracles import adam_reference_, same_bits, same_state
 
-from fusedshard.kernels import AdamState, GroupScalars, SegmentTable, adam_
+from fusedshard.kernels import adam_
 from fusedshard.layout import Segment
+from fusedshard.native import AdamState
+from fusedshard.tables import GroupScalars, StepTables
+
+pytestmark = pytest.mark.usefixtures("each_backend")
 
 GROUPS = [
     ADAM,
@@ -25,7 +30,8 @@ GUARD = 12345.0
 
 @dataclass
 class Shard:
-    """Segments with padding between them; every segment is a parameter of its own."""
+    """Segments with padding between them; every segment is a parameter of its own. ``steps``
+    counts the update to come."""
 
     segments: list[Segment]
     state: AdamState
@@ -38,12 +44,20 @@ class Shard:
     def itemsize(self) -> int:
         return self.state.param.element_size()
 
-    def table(self) -> SegmentTable:
+    def tables(self, groups: Sequence[GroupScalars] = GROUPS) -> StepTables:
         """Of the shard, with the gradients in an array beside it."""
-        table = SegmentTable(self.segments, self.itemsize)
-        table.point_at_shard(self.grad)
-        table.refresh(self.active, self.steps, self.groups)
-        return table
+        tables = tables_of(self.segments, self.itemsize, groups, self.groups)
+        tables.point_at_shards([self.grad])
+        tables.set_used(self.active)
+        return tables
+
+    def update(self, state: AdamState | None = None, tables: StepTables | None = None) -> AdamState:
+        """Run the kernel on ``state``, or on the shard's own."""
+        tables = tables or self.tables()
+        tables.upload()
+        state = state or self.state
+        adam_(state, tables.tables[0], self.steps - 1)
+        return state
 
     def expected(self) -> AdamState:
         """By plain torch: each pair of group and step count on a copy of everything, of which
@@ -72,6 +86,7 @@ class Shard:
 def make_shard(lengths: Sequence[int], gaps: Sequence[int], dtype: torch.dtype) -> Shard:
     """Segments of these lengths, each followed by padding (lengths of which are repeated) that
     holds GUARD."""
+    lengths = lengths[:EMULATED_SEGMENTS] if is_emulated() else lengths
     generator = torch.Generator().manual_seed(len(lengths))
     segments: list[Segment] = []
     end = gaps[-1]
@@ -111,6 +126,7 @@ LENGTHS = {
     "mixed": [1, 2, 3, 5, 17, 64, 127, 128, 129, 0, 1, 1000, 1, 15, 16] * 12,
 }
 each_shard = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+EMULATED_SEGMENTS = 600  # at most, as each costs an emulated block's work
 each_gap = pytest.mark.parametrize("gaps", [[0], [0, 3, 31, 1]], ids=["packed", "padded"])
 
 
@@ -125,7 +141,7 @@ def test_every_segment_takes_its_own_scalars(
     for variant, threads in ways_to_run():
         state = copy.deepcopy(shard.state)
         with running_on(variant, threads):
-            adam_(state, shard.table(), GROUPS)
+            shard.update(state)
         assert close_or_equal(state, want), (variant, threads)
 
 
@@ -138,7 +154,7 @@ def test_inactive_segments_and_padding_keep_their_bits(lengths: list[int], gaps:
     idle = ~shard.elements_of(shard.active.nonzero().flatten().tolist())
     shard.grad[idle] = float("nan")
     before = copy.deepcopy(shard.state)
-    adam_(shard.state, shard.table(), GROUPS)
+    shard.update()
     assert same_state(shard.state, want)
     for ours, old in zip(shard.state, before, strict=True):
         assert ours is not None and old is not None
@@ -149,20 +165,20 @@ def test_inactive_segments_and_padding_keep_their_bits(lengths: list[int], gaps:
 def test_nothing_active_changes_nothing() -> None:
     shard = make_shard([5, 1, 7], [0], torch.float32)
     shard.active.zero_()
-    table = shard.table()
-    table.rows[:, 2] = 0  # gradients that must not be read
+    tables = shard.tables()
+    tables.rows[:, 2] = 0  # gradients that must not be read
     before = copy.deepcopy(shard.state)
-    adam_(shard.state, table, GROUPS)
+    shard.update(tables=tables)
     assert same_state(shard.state, before)
 
 
 def test_empty_table() -> None:
-    table = SegmentTable([], 4)
-    none = torch.zeros(0, dtype=torch.int64)
-    table.point_at_params(none)
-    table.refresh(none, none, none)
+    tables = tables_of([], 4, [])
+    tables.point_at_params(torch.zeros(0, dtype=torch.int64))
+    tables.upload()
     empty = torch.zeros(0)
-    adam_(AdamState(empty, empty.clone(), empty.clone(), None), table, [])
+    state = AdamState(empty, empty.clone(), empty.clone(), None)
+    adam_(state, tables.tables[0], torch.zeros(0, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("offset", range(4))
@@ -175,10 +191,9 @@ def test_gradients_in_separate_tensors_at_any_alignment(dtype: torch.dtype, offs
         room = torch.full((s.length + 4,), float("nan"), dtype=dtype)
         grads.append(room[offset : offset + s.length])
         grads[-1].copy_(shard.grad[s.shard_start : s.shard_start + s.length])
-    table = shard.table()
-    table.point_at_params(torch.tensor([grad.data_ptr() for grad in grads]))
-    adam_(shard.state, table, GROUPS)
-    assert close_or_equal(shard.state, want)
+    tables = shard.tables()
+    tables.point_at_params(torch.tensor([grad.data_ptr() for grad in grads]))
+    assert close_or_equal(shard.update(tables=tables), want)
 
 
 @each_dtype
@@ -198,10 +213,9 @@ def test_a_shard_that_begins_within_a_parameter(dtype: torch.dtype) -> None:
     for s in shard.segments:
         stretch = shard.grad[s.shard_start : s.shard_start + s.length]
         grads[s.param][s.param_start : s.param_start + s.length] = stretch
-    table = shard.table()
-    table.point_at_params(torch.tensor([grad.data_ptr() for grad in grads]))
-    adam_(shard.state, table, GROUPS)
-    assert close_or_equal(shard.state, want)
+    tables = shard.tables()
+    tables.point_at_params(torch.tensor([grad.data_ptr() for grad in grads]))
+    assert close_or_equal(shard.update(tables=tables), want)
 
 
 def test_merged_segments_have_the_bits_of_separate_ones() -> None:
@@ -212,14 +226,14 @@ def test_merged_segments_have_the_bits_of_separate_ones() -> None:
     shard.steps.fill_(2)
     shard.groups.fill_(1)
     merged, twins, scattered = (copy.deepcopy(shard.state) for _ in range(3))
-    adam_(merged, shard.table(), GROUPS)
+    shard.update(merged)
     shard.groups[::2] = len(GROUPS)
-    adam_(twins, shard.table(), [*GROUPS, GROUPS[1]])
+    shard.update(twins, shard.tables([*GROUPS, GROUPS[1]]))
     shard.groups.fill_(1)
-    table = shard.table()
+    tables = shard.tables()
     copies = [grad.clone() for grad in shard.grad.split(lengths)]
-    table.point_at_params(torch.tensor([grad.data_ptr() for grad in copies]))
-    adam_(scattered, table, GROUPS)
+    tables.point_at_params(torch.tensor([grad.data_ptr() for grad in copies]))
+    shard.update(scattered, tables)
     assert same_state(twins, merged)
     assert same_state(scattered, merged)
 
@@ -240,45 +254,53 @@ def test_one_difference_separates_neighbours(field: str) -> None:
     swapped = field == "gradient"
     packed = torch.cat([second, first] if swapped else [first, second])
     places = torch.tensor([6, 0] if swapped else [0, 5])
-    table = shard.table()
-    table.point_at_params(packed.data_ptr() + places * shard.itemsize)
+    tables = shard.tables()
+    tables.point_at_params(packed.data_ptr() + places * shard.itemsize)
     want = shard.expected()
-    adam_(shard.state, table, GROUPS)
-    assert same_state(shard.state, want)
+    assert same_state(shard.update(tables=tables), want)
 
 
-def test_refresh_and_addresses_act_at_the_next_call() -> None:
+def test_what_was_set_acts_after_the_next_upload() -> None:
     shard = make_shard([40, 1, 3], [0], torch.float32)
-    table = shard.table()
-    adam_(shard.state, table, GROUPS)
-    shard.steps += 1
-    shard.groups = shard.groups.flip(0)
-    shard.active[1] = 0
-    shard.grad = shard.grad.flip(0).contiguous()
-    want = shard.expected()
-    table.point_at_shard(shard.grad)
-    table.refresh(shard.active, shard.steps, shard.groups)
-    adam_(shard.state, table, GROUPS)
-    assert same_state(shard.state, want)
+    tables = shard.tables()
+    shard.update(tables=tables)
+    for active in ([1, 0, 1], [0, 1, 1]):
+        shard.steps += 1
+        shard.active = torch.tensor(active)
+        shard.grad = shard.grad.flip(0).contiguous()
+        want = shard.expected()
+        tables.point_at_shards([shard.grad])
+        tables.set_used(shard.active)
+        assert same_state(shard.update(tables=tables), want)
 
 
-def test_hyperparameters_are_read_at_each_call() -> None:
+def test_hyperparameters_are_read_at_each_upload() -> None:
     shard = make_shard([40], [0], torch.float32)
     frozen = [group._replace(lr=0.0, weight_decay=0.0) for group in GROUPS]
     before = shard.state.param.clone()
-    adam_(shard.state, shard.table(), frozen)
+    tables = shard.tables(frozen)
+    shard.update(tables=tables)
     assert torch.equal(shard.state.param, before)
-    adam_(shard.state, shard.table(), GROUPS)
+    tables.set_groups(GROUPS)
+    shard.update(tables=tables)
     assert not torch.equal(shard.state.param, before)
 
 
-def test_group_that_no_row_may_name() -> None:
-    shard = make_shard([4, 4], [0], torch.float32)
-    before = copy.deepcopy(shard.state)
-    shard.groups[1] = len(GROUPS)
-    with pytest.raises(IndexError):
-        adam_(shard.state, shard.table(), GROUPS)
-    assert same_state(shard.state, before)
+def test_several_shards_share_their_tables() -> None:
+    """Rows, used parameters and groups of three buckets, refreshed together; one is empty."""
+    shards = [make_shard([9, 1, 30], [2], torch.float32), make_shard([4], [0], torch.float32)]
+    parts = [shards[0].segments, [], [Segment(3, 0, 0, 4)]]
+    group_of = torch.cat([shard.groups for shard in shards])
+    steps = torch.cat([shard.steps for shard in shards])
+    tables = StepTables([(part, 4) for part in parts], group_of, len(GROUPS), torch.device("cpu"))
+    tables.point_at_shards([shards[0].grad, torch.empty(0), shards[1].grad])
+    tables.set_used(torch.ones_like(group_of))
+    tables.set_groups(GROUPS)
+    tables.upload()
+    for shard, table in zip(shards, tables.tables[::2], strict=True):
+        want = shard.expected()
+        adam_(shard.state, table, steps - 1)
+        assert same_state(shard.state, want)
 
 
 def test_group_scalars_have_the_order_of_the_extension() -> None:
@@ -291,6 +313,6 @@ def test_group_scalars_have_the_order_of_the_extension() -> None:
     for name, value in {**changes, **switches}.items():
         group = ADAM._replace(weight_decay=0.1)._replace(**{name: value})  # type: ignore[arg-type]
         ours, theirs = copy.deepcopy(start.state), copy.deepcopy(start.state)
-        adam_(ours, start.table(), [group])
+        start.update(ours, start.tables([group]))
         adam_reference_(theirs, start.grad, group, int(start.steps[0]))
         assert same_state(ours, theirs), name

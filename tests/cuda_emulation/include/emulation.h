@@ -1,0 +1,26 @@
+// What tests see and steer of the emulated devices.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace emulation {
+
+// What was last put on a stream; a memset is one of no blocks.
+struct Launch {
+  int device;  // that was the current one
+  cudaStream_t stream;
+  unsigned blocks;
+};
+Launch last_launch();
+int64_t launch_count();
+
+// The next launch or memset does nothing but return this error.
+void set_launch_error(cudaError_t error);
+
+// Whether no machine code of the kernels runs on the devices.
+void set_kernel_image_missing(bool missing);
+
+// What cudaGetLastError would return, without forgetting it.
+cudaError_t last_error();
+
+}  // namespace emulation

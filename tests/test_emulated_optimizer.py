@@ -1,0 +1,74 @@
+"""The optimizer on the CUDA kernels, run on emulated devices: the bits of the CPU's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from emulated_backend import emulated_kernels
+from ranks import Rank, RankPool
+from training import AWKWARD, assert_same_bits, gradient, make_params, train_ours
+from transports import moving_by
+
+import fusedshard
+
+SHAPES = (*AWKWARD, (9_001,), (64, 130))
+OPTIONS: list[dict[str, Any]] = [
+    {"mode": mode, "reduction": reduction}
+    for mode in ("sharded", "replicated")
+    for reduction in ("ordered", "backend")
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
+def test_training_has_the_cpus_bits(
+    ranks: RankPool, options: dict[str, Any], dtype: torch.dtype, emulated_module: Path
+) -> None:
+    options = {**options, "bucket_cap_mb": 0.02, "amsgrad": True, "eps": 1.0}
+    ours = ranks.run(3, _train, emulated_module, dtype, options)
+    assert_same_bits(ours, ranks.run(3, _train, None, dtype, options))
+
+
+def _train(rank: Rank, module: Path | None, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    if module is None:
+        return train_ours(rank, "AdamW", SHAPES, 3, dtype, **options)
+    with emulated_kernels(module), moving_by("staged"):
+        return train_ours(rank, "AdamW", SHAPES, 3, dtype, **options)
+
+
+def changing_job() -> Any:
+    """Absent gradients, a frozen parameter that thaws, groups that change, a late group, moving
+    gradients, and a state dict that is loaded: all that tables must follow."""
+    params = make_params(SHAPES)
+    params[1].requires_grad_(False)
+    groups: list[dict[str, Any]] = [
+        {"params": params[:4]},
+        {"params": params[4:], "lr": 0.3, "weight_decay": 0.0},
+    ]
+    optimizer = fusedshard.AdamW(groups, lr=0.1, eps=1.0)
+    late = make_params([(5_000,), (3,)], seed=1)
+    for step in range(8):
+        if step == 3:
+            optimizer.add_param_group({"params": late, "maximize": True})
+            params[1].requires_grad_(True)
+        if step == 5:
+            optimizer.load_state_dict(optimizer.state_dict())
+        known = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(known):
+            present = (step + index) % 3 and param.requires_grad
+            param.grad = gradient(param, step, index, 0) if present else None
+        optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        optimizer.step()
+    return [p.detach().clone() for p in [*params, *late]], optimizer.state_dict()
+
+
+def test_all_that_changes_between_steps(emulated_module: Path) -> None:
+    want = changing_job()
+    with emulated_kernels(emulated_module):
+        ours = changing_job()
+    assert_same_bits(ours, want)
+    steps = [int(state["step"]) for state in want[1]["state"].values()]
+    assert len(set(steps)) > 2  # so that a step count in the wrong place would show
