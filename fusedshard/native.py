@@ -182,8 +182,8 @@ class CudaBackend:
 
     def where(self, device: torch.device) -> tuple[int, int]:
         """The device's number and its current stream."""
-        stream = torch.cuda.current_stream(device)
-        return stream.device_index, stream.cuda_stream
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return index, torch.cuda.current_stream(index).cuda_stream
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
