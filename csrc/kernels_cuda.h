@@ -50,8 +50,7 @@ void square_sum_cuda(double* workspace, const T* x, int64_t length, const Stream
 template <typename T>
 void found_inf_cuda(float* found_inf, const T* x, int64_t length, const Stream& stream);
 
-// As pack_cpu and unpack_cpu. No row may be empty: only those with a tile clear the gap before
-// them.
+// As pack_cpu and unpack_cpu.
 void pack_cuda(char* out, const Segment* rows, const Tile* tiles, int64_t tile_count, int64_t numel,
                int64_t itemsize, const Stream& stream);
 void unpack_cuda(const char* in, const Segment* rows, const Tile* tiles, int64_t tile_count,

@@ -50,8 +50,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
       zero_tile(out + row.start, tile.index, row.length);
     }
     if (tile.index == 0) {
-      const Segment* before = tile.segment == 0 ? nullptr : rows + tile.segment - 1;
-      zero(out, before == nullptr ? 0 : before->start + before->length, row.start);
+      int before = tile.segment - 1;
+      while (before >= 0 && rows[before].length == 0) --before;  // these have no tile
+      zero(out, before < 0 ? 0 : rows[before].start + rows[before].length, row.start);
     }
     if (t == tile_count - 1) zero(out, row.start + row.length, numel);
   }

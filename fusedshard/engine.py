@@ -42,7 +42,7 @@ class Engine:
         self.comm = comm
         self.params: list[torch.nn.Parameter] = []
         self.device: torch.device | None = None
-        self.set_steps(integers([]))
+        self.steps, self.step_mirror = integers([]), integers([]).to(torch.float32)
         self._options = options
         self._sharded = options.mode == "sharded"
         # Whether gradients must be averaged here, and parameters gathered.
@@ -66,11 +66,18 @@ class Engine:
         new = len(self.params) - len(self.steps)
         self.set_steps(torch.cat([self.steps, self.steps.new_zeros(new)]))
         self._adopt(training)
+        self._make_tables()
 
     def set_steps(self, steps: torch.Tensor) -> None:
-        """Replace the step counts (int64, one a parameter) and their fp32 mirror."""
-        self.steps = steps.to(self.device or kernels.CPU)
-        self.step_mirror = self.steps.to(torch.float32)
+        """Replace the step counts (int64, one a parameter) and their fp32 mirror: in place where
+        they are as many, for the sake of CUDA graphs."""
+        device = self.device or kernels.CPU
+        if len(steps) == len(self.steps) and self.steps.device == device:
+            self.steps.copy_(steps)
+            self.step_mirror.copy_(steps)
+        else:
+            self.steps = steps.to(device)
+            self.step_mirror = self.steps.to(torch.float32)
 
     def _choose_device(self, training: Sequence[torch.Tensor]) -> None:
         """The first parameters that train decide, for as long as the optimizer lives."""
@@ -80,6 +87,17 @@ class Engine:
             by_default = self.comm.prefers_ordered(self.device)
             ordered = self._options.ordered(by_default=by_default)
             self._reducer = GradientReducer(self.comm, ordered=ordered)
+
+    def _adopt_later(self, indices: Sequence[int]) -> None:
+        """The same once tables are there, which stay as they are where no parameter is new."""
+        new = [index for index in indices if index not in self._adopted]
+        if new:
+            self._choose_device([self.params[index] for index in new])
+            for index in new:  # alike on all ranks, as their forms are
+                param = self.params[index]
+                check_param(self._labels[index], param, self.device or param.device)
+            self._adopt(new)
+            self._make_tables()
 
     def _adopt(self, indices: Sequence[int]) -> None:
         """Re-home parameters that are not yet in flat memory. Collective.
@@ -97,7 +115,6 @@ class Engine:
             )
             flat.adopt(self.params, self.comm)
             self._flats.append(flat)
-        self._make_tables()
 
     def _make_tables(self) -> None:
         buckets = [bucket for flat in self._flats for bucket in flat.buckets]
@@ -173,13 +190,7 @@ class Engine:
             except Exception as caught:  # the other ranks must learn of it
                 error = caught
         used = self._agree(grads, error, groups)
-        thawed = [i for i, is_used in enumerate(used) if is_used and i not in self._adopted]
-        self._choose_device([self.params[index] for index in thawed])
-        for index in thawed:  # alike on all ranks, as their forms are
-            param = self.params[index]
-            check_param(self._labels[index], param, self.device or param.device)
-        if thawed:
-            self._adopt(thawed)
+        self._adopt_later([index for index, is_used in enumerate(used) if is_used])
         if self._reduces:
             with self.comm.stats.phase("exchange"):
                 self._reduce(grads, used)
@@ -330,8 +341,7 @@ class Engine:
 
     def load(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace steps and moments by ``state``, and by zero where it has nothing. Collective."""
-        self._choose_device([self.params[index] for index in sorted(state)])
-        self._adopt(sorted(state))
+        self._adopt_later(sorted(state))
         for flat in self._flats:
             if any("max_exp_avg_sq" in state.get(s.param, {}) for s in flat.layout.slots):
                 flat.ensure_max_exp_avg_sq()

@@ -130,8 +130,9 @@ def build_layout(params: Sequence[ParamSpec], world_size: int, bucket_cap_bytes:
 
     Parameters are taken in reverse, as DDP does: backward tends to finish the last layers first.
     Small ones fill a flat buffer of one bucket up to the cap; one that is larger than the cap
-    gets a flat buffer of its own, cut into buckets of about equal size. The cap grows with the
-    world size, and nothing is cut into shards smaller than `MIN_SHARD_BYTES`.
+    gets a flat buffer of its own, cut into buckets of about equal size where there is another
+    rank to exchange them with. The cap grows with the world size, and nothing is cut into shards
+    smaller than `MIN_SHARD_BYTES`.
     """
     cap_bytes = max(bucket_cap_bytes, world_size * MIN_SHARD_BYTES)
     flats: list[FlatLayout] = []
@@ -189,7 +190,7 @@ def _build_flat(specs: Sequence[ParamSpec], world_size: int, cap_bytes: int) -> 
 
 def _cut_buckets(numel: int, itemsize: int, world_size: int, cap_bytes: int) -> tuple[Bucket, ...]:
     nbytes = numel * itemsize
-    most = max(1, nbytes // (world_size * MIN_SHARD_BYTES))
+    most = max(1, nbytes // (world_size * MIN_SHARD_BYTES)) if world_size > 1 else 1
     even = math.ceil(numel / min(most, math.ceil(nbytes / cap_bytes)))
     buckets = []
     start = 0

@@ -259,7 +259,7 @@ class CudaBackend:
             to, words = tables.device_words[start:stop], tables.words[start:stop]
             self._functions.write_words(to.data_ptr(), words.data_ptr(), stop - start, *where)
         for group, column, value in tables.device_scalars:
-            tables.device_groups[group, column].copy_(value)
+            tables.device_groups[group, column].copy_(value.reshape(()))
 
 
 def cuda_build_note() -> str:

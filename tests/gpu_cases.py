@@ -34,7 +34,10 @@ def _missing() -> str:
     return "" if build["built"] else f"fusedshard was built without CUDA: {build['note']}"
 
 
-needs_gpu = pytest.mark.skipif(bool(_missing()), reason=_missing())
+def require_gpu() -> None:
+    """Skip the module that calls this where nothing can run on a GPU, and say why, once."""
+    if _missing():
+        pytest.skip(_missing(), allow_module_level=True)
 
 
 def placed(tensor: torch.Tensor, device: str = DEVICE, offset: int = 0) -> torch.Tensor:

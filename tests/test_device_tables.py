@@ -80,7 +80,7 @@ def test_a_graph_gets_all_words_and_so_do_steps_after_it(
 
 def test_hyperparameters_may_lie_on_the_device(backend: EmulatedBackend) -> None:
     """And are read there at each upload, whatever their dtype."""
-    lr, beta1 = torch.tensor(0.5), torch.tensor(0.25, dtype=torch.float64)
+    lr, beta1 = torch.tensor([0.5]), torch.tensor(0.25, dtype=torch.float64)
     on_device = ADAMW._replace(lr=lr, beta1=beta1)
     tables = tables_of([Segment(0, 0, 0, 9)], 4, [ADAM, on_device], integers([1]))
     grad = torch.linspace(-1, 1, 9)

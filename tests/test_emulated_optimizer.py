@@ -72,3 +72,23 @@ def test_all_that_changes_between_steps(emulated_module: Path) -> None:
     assert_same_bits(ours, want)
     steps = [int(state["step"]) for state in want[1]["state"].values()]
     assert len(set(steps)) > 2  # so that a step count in the wrong place would show
+
+
+def test_what_a_cuda_graph_uses_stays_in_its_place(emulated_module: Path) -> None:
+    """A captured step goes on with what is loaded later."""
+    with emulated_kernels(emulated_module):
+        params = make_params(SHAPES)
+        optimizer = fusedshard.AdamW(params, amsgrad=True)
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        engine = optimizer._built
+        used = [engine.steps, engine.step_mirror, engine._tables.device_words]
+        used += [moment for flat in engine._flats for moment in flat.owned_moments().values()]
+        places = [tensor.data_ptr() for tensor in used]
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+        assert [tensor.data_ptr() for tensor in used] == places
+        now = [engine.steps, engine.step_mirror, engine._tables.device_words]
+        assert all(a is b for a, b in zip(used, now, strict=False))
+        assert engine.steps.tolist() == [2] * len(params)

@@ -77,7 +77,7 @@ def test_buckets_fill_their_buffer_with_equal_aligned_shards(
         for bucket in flat.buckets:
             assert bucket.start == end
             assert 0 < bucket.numel == bucket.shard_numel * world_size
-            assert bucket.numel * flat.itemsize <= largest
+            assert bucket.numel * flat.itemsize <= largest or world_size == 1
             assert bucket.shard_numel * flat.itemsize % ALIGNMENT_BYTES == 0
             assert bucket.shard_start(world_size - 1) + bucket.shard_numel == end + bucket.numel
             end += bucket.numel
@@ -191,7 +191,14 @@ def test_small_parameters_share_a_bucket_up_to_the_cap() -> None:
     assert [flat.numel for flat in layout.flats] == [4 * tensor, 4 * tensor, tensor]
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_parameter_is_one_bucket_where_nothing_is_exchanged(kind: str) -> None:
+    layout = build_layout(specs_of([10, 10 * MIB + 1, 10], kind), 1, 4 * MIB)
+    assert [len(flat.buckets) for flat in layout.flats] == [1] * len(layout.flats)
+    assert max(flat.numel for flat in layout.flats) >= 10 * MIB + 1
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_parameter_spans_buckets_of_about_equal_size(kind: str, world_size: int) -> None:
     specs = specs_of([10, 10 * MIB + 1, 10], kind)

@@ -50,3 +50,16 @@ def test_a_table_past_the_buffer_is_refused() -> None:
     for function in (pack_, unpack_):
         with pytest.raises(ValueError, match="table: ends at 7, wanted at most 6"):
             function(torch.zeros(6), table)
+
+
+def test_gaps_beside_empty_rows_are_cleared() -> None:
+    """In front, behind, and one after another."""
+    lengths, starts = [0, 3, 0, 0, 2, 0], [2, 4, 9, 11, 14, 18]
+    grads = [torch.full((length,), float(i)) for i, length in enumerate(lengths)]
+    segments = [Segment(i, 0, starts[i], length) for i, length in enumerate(lengths)]
+    tables = tables_of(segments, 4)
+    tables.point_at_params(gradient_addresses(grads))
+    tables.upload()
+    send = torch.full((20,), torch.nan)
+    pack_(send, tables.tables[0])
+    assert send.tolist() == [0.0] * 4 + [1.0] * 3 + [0.0] * 7 + [4.0] * 2 + [0.0] * 4

@@ -1,0 +1,199 @@
+"""The fused update on a GPU: device time beside torch's fused AdamW and beside a copy.
+
+One parameter of each size, then a thousand small ones. The times are the device's own, with the
+L2 cache full of other data before each.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from gpu_stage import Bar, DeviceClock, Samples, Spread, Work, interleaved, ratio, save
+
+import fusedshard
+from fusedshard.kernels import adam_
+from fusedshard.layout import Segment
+from fusedshard.native import AdamState
+from fusedshard.tables import GroupScalars, SegmentTable, StepTables, integers
+
+COPY = "copy"
+KERNEL, TORCH_KERNEL = "fusedshard kernel", "torch._fused_adamw_"
+STEP, TORCH_STEP = "fusedshard step", "torch AdamW fused step"
+COPY_BYTES = 8  # an element, read and written
+UPDATE_BYTES = 28  # parameter, gradient and two moments read, all but gradient written
+ARRAYS = 7  # of a size's elements at most at any time, with those that move and the copy's target
+SIZES = [4**power for power in range(5, 16)]  # 1 Ki to 1 Gi
+LARGE = 100_000_000  # elements, from which on the bars hold
+OF_COPY, OF_TORCH = 0.93, 1.05
+SMALL_TENSORS, LARGEST_SMALL = 1000, 10_000
+LR, EPS, DECAY = 1e-3, 1e-8, 0.01
+BETA1, BETA2 = 0.9, 0.999
+HYPERPARAMETERS: dict[str, Any] = {"lr": LR, "weight_decay": DECAY}
+
+
+def whole_table(grad: torch.Tensor) -> SegmentTable:
+    """Of one parameter that is the shard, ready to run."""
+    segment = Segment(0, 0, 0, grad.numel())
+    tables = StepTables([([segment], grad.itemsize)], integers([0]), 1, grad.device)
+    group = GroupScalars(
+        LR, BETA1, BETA2, EPS, DECAY, decoupled=True, amsgrad=False, maximize=False
+    )
+    tables.set_groups([group])
+    tables.set_used(integers([1]))
+    tables.point_at_shards([grad])
+    tables.upload()
+    return tables.tables[0]
+
+
+def contenders(elements: int, device: str) -> dict[str, Work]:
+    """All of them on the same four arrays, which are fusedshard's; each update is the second."""
+    param = torch.nn.Parameter(torch.randn(elements, device=device))
+    grad = param.grad = torch.rand(elements, device=device).add_(0.5)
+    ours = fusedshard.AdamW([param], **HYPERPARAMETERS)
+    ours.step()
+    exp_avg, exp_avg_sq = (ours.state[param][name] for name in ("exp_avg", "exp_avg_sq"))
+    theirs = torch.optim.AdamW([param], fused=True, **HYPERPARAMETERS)
+    step = torch.ones((), device=device)
+    theirs.state[param].update(step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
+    torch_steps = [torch.full((), 2.0, device=device)]  # torch counts before its kernel runs
+    state = AdamState(param.detach(), exp_avg, exp_avg_sq, None)
+    table, steps = whole_table(grad), integers([1]).to(device)
+    target = torch.empty_like(grad)
+
+    def torch_kernel() -> None:
+        torch._fused_adamw_(
+            [state.param],
+            [grad],
+            [exp_avg],
+            [exp_avg_sq],
+            [],
+            torch_steps,
+            lr=LR,
+            beta1=BETA1,
+            beta2=BETA2,
+            weight_decay=DECAY,
+            eps=EPS,
+            amsgrad=False,
+            maximize=False,
+        )
+
+    return {
+        COPY: partial(target.copy_, grad),
+        KERNEL: partial(adam_, state, table, steps),
+        TORCH_KERNEL: torch_kernel,
+        STEP: ours.step,
+        TORCH_STEP: theirs.step,
+    }
+
+
+def small_tensors(device: str, **options: Any) -> dict[str, torch.optim.Optimizer]:
+    """Both optimizers on the same gradients of many small tensors."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = torch.randint(1, LARGEST_SMALL + 1, (SMALL_TENSORS,), generator=generator).tolist()
+    values = [torch.randn(size, generator=generator).to(device) for size in sizes]
+    made: dict[str, torch.optim.Optimizer] = {}
+    for name, kind, own in (
+        (STEP, fusedshard.AdamW, options),
+        (TORCH_STEP, torch.optim.AdamW, options | {"fused": True}),
+    ):
+        params = [torch.nn.Parameter(value.clone()) for value in values]
+        for param, value in zip(params, values, strict=True):
+            param.grad = value * 0.1
+        made[name] = kind(params, **HYPERPARAMETERS, **own)
+    return made
+
+
+def rows(samples: Samples, elements: int) -> list[dict[str, Any]]:
+    """The figures of one size."""
+    found = []
+    for name, seconds in samples.items():
+        nbytes = COPY_BYTES if name == COPY else UPDATE_BYTES
+        spread = Spread.of(seconds)
+        found.append(
+            {
+                "name": name,
+                "seconds": asdict(spread),
+                "gigabytes_per_second": nbytes * elements / spread.median / 1e9,
+                "share_of_copy": asdict(share_of_copy(samples, name)),
+                "speed_against_torch_step": asdict(ratio(samples, TORCH_STEP, name)),
+                "samples": seconds,
+            }
+        )
+    return found
+
+
+def share_of_copy(samples: Samples, name: str) -> Spread:
+    """Bytes a second, as a share of the copy's, round by round."""
+    weight = 1.0 if name == COPY else UPDATE_BYTES / COPY_BYTES
+    pairs = zip(samples[COPY], samples[name], strict=True)
+    return Spread.of([weight * copy / seconds for copy, seconds in pairs])
+
+
+def bars(samples: Samples, elements: int) -> list[Bar]:
+    if elements < LARGE:
+        return []
+    size = f"{elements:,} fp32 elements"
+    return [
+        bar
+        for ours, theirs in ((KERNEL, TORCH_KERNEL), (STEP, TORCH_STEP))
+        for bar in (
+            Bar(f"{ours}, share of copy, {size}", share_of_copy(samples, ours), OF_COPY),
+            Bar(f"{ours}, against {theirs}, {size}", ratio(samples, theirs, ours), OF_TORCH),
+        )
+    ]
+
+
+def sizes_that_fit(quick: bool) -> list[int]:
+    free, _ = torch.cuda.mem_get_info()
+    chosen = SIZES[:7:3] if quick else SIZES
+    return [size for size in chosen if 4 * ARRAYS * size < free]
+
+
+def measure_sizes(clock: DeviceClock, repeats: int, figures: dict[str, Any], quick: bool) -> None:
+    for elements in sizes_that_fit(quick):
+        torch.cuda.empty_cache()
+        variants = contenders(elements, "cuda")
+        timers = {name: partial(clock.seconds, work) for name, work in variants.items()}
+        samples = interleaved(timers, repeats)
+        figures["sizes"].append({"elements": elements, "results": rows(samples, elements)})
+        figures["bars"] += [bar.as_json() for bar in bars(samples, elements)]
+        save(figures)
+        texts = [f"{name} {Spread.of(s).text(scale=1e6, digits=1)}" for name, s in samples.items()]
+        print(f"{elements:>13,}  us: {'; '.join(texts)}", flush=True)
+
+
+def host_seconds(work: Work) -> float:
+    """Until the call returns; the device is idle before."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure_small(clock: DeviceClock, repeats: int) -> dict[str, Any]:
+    steps = {name: optimizer.step for name, optimizer in small_tensors("cuda").items()}
+    host = interleaved({n: partial(host_seconds, step) for n, step in steps.items()}, repeats)
+    lead = 3 * max(max(seconds) for seconds in host.values())
+    timers = {name: partial(clock.seconds, step, lead) for name, step in steps.items()}
+    found = {"tensors": SMALL_TENSORS}
+    return found | compared("host", host) | compared("device", interleaved(timers, repeats))
+
+
+def compared(what: str, samples: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Samples of both steps, in words too."""
+    spreads = {name: Spread.of(seconds) for name, seconds in samples.items()}
+    for name, spread in spreads.items():
+        print(f"{SMALL_TENSORS} tensors, {what}, us: {name} {spread.text(1e6, 1)}", flush=True)
+    return {f"{what}_seconds": {name: asdict(spread) for name, spread in spreads.items()}}
+
+
+def main(*, quick: bool) -> None:
+    clock, repeats = DeviceClock(), 3 if quick else 15
+    figures: dict[str, Any] = {"bytes_per_element": UPDATE_BYTES, "sizes": [], "bars": []}
+    figures["small_tensors"] = measure_small(clock, repeats)
+    measure_sizes(clock, repeats, figures, quick)
