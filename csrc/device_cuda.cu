@@ -7,6 +7,10 @@ namespace {
 
 __global__ void probe_kernel() {}
 
+std::string cuda_version(int number) {
+  return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
+}
+
 }  // namespace
 
 bool cuda_built() { return true; }
@@ -33,6 +37,13 @@ std::string cuda_device_problem(int device) {
   }
   if (error == cudaSuccess) return "";
   cudaGetLastError();  // else the next launch would report it once more
+  if (error == cudaErrorInsufficientDriver) {
+    int driver = 0;
+    cudaDriverGetVersion(&driver);
+    return "its driver knows CUDA " + cuda_version(driver) + ", and this build was made with " +
+           cuda_version(cuda_runtime_version()) +
+           ": update the driver, or rebuild with CUDA_HOME set to a toolkit that it knows";
+  }
   const std::string reason = cudaGetErrorString(error);
   if (major == 0) return reason;
   const std::string capability = std::to_string(major) + "." + std::to_string(minor);

@@ -75,7 +75,7 @@ class _CudaAdam(Protocol):
         /,
     ) -> None: ...
 
-class CudaFunctions(Protocol):
+class _CudaFunctions(Protocol):
     """The submodule cuda, which only a build with CUDA has."""
 
     TILE_ELEMENTS: int
@@ -122,4 +122,4 @@ class CudaFunctions(Protocol):
     # mean, square_sum and found_inf, of f32 and f64, are called by name.
     def __getattr__(self, name: str, /) -> Callable[..., None]: ...
 
-cuda: CudaFunctions
+cuda: _CudaFunctions

@@ -39,17 +39,18 @@ def store_moments(
     flat: FlatBuffer, params: Sequence[torch.Tensor], state: Mapping[int, Mapping[str, Any]]
 ) -> None:
     """Overwrite the owned moments of a flat buffer by ``state`` (parameter index to whole
-    tensors of the parameter's shape); parameters that are not in it get zeros."""
+    tensors of the parameter's shape); parameters that are not in it get zeros.
+
+    ``state`` may hold these very moments, as one does that was taken from the same optimizer.
+    """
     for name, owned in flat.owned_moments().items():
-        owned.zero_()
         for slot in flat.layout.slots:
-            if name not in state.get(slot.param, {}):
-                continue
             param = params[slot.param]
             whole = torch.empty_strided(
                 param.size(), param.stride(), dtype=flat.dtype, device=flat.device
             )
-            whole.copy_(state[slot.param][name])
+            saved = state.get(slot.param, {}).get(name)
+            whole.zero_() if saved is None else whole.copy_(saved)
             source = in_storage_order(whole)
             for piece in flat.pieces.get(slot.param, []):
                 stretch = source.narrow(0, piece.param_start, piece.length)

@@ -9,6 +9,7 @@ which lies in host memory, whatever backend the group has; and CPU tensors.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import pickle
 import weakref
 from collections.abc import Sequence
@@ -184,12 +185,31 @@ def _connect(given: Any) -> Any:
     """A gloo backend of our own over the ranks of ``given``. Collective over these ranks only,
     which `torch.distributed.new_group` is not where ranks have created other groups before."""
     if given not in _connections:
-        # The name of a group is the same on all its ranks, and no other group of this world has it.
-        world_store = distributed_c10d._get_default_store()
-        store = distributed_c10d.PrefixStore(f"fusedshard/{given.group_name}", world_store)
         rank, size = dist.get_rank(given), dist.get_world_size(given)
-        _connections[given] = dist.ProcessGroupGloo(store, rank, size, timeout=_timeout_of(given))
+        store = _store_for(given, rank)
+        try:
+            gloo = dist.ProcessGroupGloo(store, rank, size, timeout=_timeout_of(given))
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"process_group: rank {rank} cannot connect to the others over gloo, which carries "
+                f"what ranks agree on: {error}. Where the host's name does not lead to an "
+                "interface that they reach, set GLOO_SOCKET_IFNAME to one that they do"
+            ) from error
+        _connections[given] = gloo
     return _connections[given]
+
+
+def _store_for(given: Any, rank: int) -> Any:
+    """Where the ranks of a group find each other, and nobody else.
+
+    Disjoint groups may share a name, and a store may outlive a group whose name comes again: so
+    the place is named by the ranks, too, and by how many times each of them has come here.
+    """
+    ranks = repr(dist.get_process_group_ranks(given))
+    name = f"fusedshard/{given.group_name}/{hashlib.sha256(ranks.encode()).hexdigest()[:16]}"
+    store = distributed_c10d._get_default_store()
+    turn = store.add(f"{name}/{rank}", 1)
+    return distributed_c10d.PrefixStore(f"{name}/turn {turn}", store)
 
 
 def _timeout_of(group: Any) -> datetime.timedelta:

@@ -43,6 +43,8 @@ class Engine:
         self.params: list[torch.nn.Parameter] = []
         self.device: torch.device | None = None
         self.steps, self.step_mirror = integers([]), integers([]).to(torch.float32)
+        self._tables = self._packing = StepTables([], integers([]), 0, kernels.CPU)
+        self._retired: list[object] = []  # what CUDA graphs may still write to
         self._options = options
         self._sharded = options.mode == "sharded"
         # Whether gradients must be averaged here, and parameters gathered.
@@ -67,6 +69,7 @@ class Engine:
         self.set_steps(torch.cat([self.steps, self.steps.new_zeros(new)]))
         self._adopt(training)
         self._make_tables()
+        self._make_room_for_amsgrad([bool(group["amsgrad"]) for group in groups])
 
     def set_steps(self, steps: torch.Tensor) -> None:
         """Replace the step counts (int64, one a parameter) and their fp32 mirror: in place where
@@ -76,8 +79,22 @@ class Engine:
             self.steps.copy_(steps)
             self.step_mirror.copy_(steps)
         else:
+            self._retire(self.steps, self.step_mirror)
             self.steps = steps.to(device)
             self.step_mirror = self.steps.to(torch.float32)
+
+    def _retire(self, *replaced: object) -> None:
+        """Keep what a captured step still writes to: its replays are of no use any more, and must
+        do no harm."""
+        if self._tables.replayed or self._packing.replayed:
+            self._retired += replaced
+
+    def _check_not_captured(self, what: str) -> None:
+        if kernels.capturing(self.device or kernels.CPU):
+            raise RuntimeError(
+                f"{what} while a CUDA graph is captured, which would repeat it at each replay: run "
+                "one step before"
+            )
 
     def _choose_device(self, training: Sequence[torch.Tensor]) -> None:
         """The first parameters that train decide, for as long as the optimizer lives."""
@@ -92,6 +109,7 @@ class Engine:
         """The same once tables are there, which stay as they are where no parameter is new."""
         new = [index for index in indices if index not in self._adopted]
         if new:
+            self._check_not_captured(f"{self._labels[new[0]]}: begins to train")
             self._choose_device([self.params[index] for index in new])
             for index in new:  # alike on all ranks, as their forms are
                 param = self.params[index]
@@ -117,6 +135,7 @@ class Engine:
             self._flats.append(flat)
 
     def _make_tables(self) -> None:
+        self._retire(self._tables, self._packing)
         buckets = [bucket for flat in self._flats for bucket in flat.buckets]
         self._tables = self._tables_of([(b, b.owned) for b in buckets])
         self._packing = self._tables_of([(b, b.segments) for b in buckets])
@@ -208,7 +227,7 @@ class Engine:
             grads, used: from `average_gradients`.
             groups: hyperparameters of each param group.
         """
-        self._make_room_for_amsgrad(groups)
+        self._make_room_for_amsgrad([group.amsgrad for group in groups])
         with self.comm.stats.phase("update"):
             if not self._reads_shards:
                 self._tables.point_at_params(gradient_addresses(grads))
@@ -312,11 +331,13 @@ class Engine:
             if any(used[segment.param] for segment in bucket.segments)
         ]
 
-    def _make_room_for_amsgrad(self, groups: Sequence[GroupScalars]) -> None:
-        if any(group.amsgrad for group in groups):
-            for flat in self._flats:
-                if any(groups[self._group_of[slot.param]].amsgrad for slot in flat.layout.slots):
-                    flat.ensure_max_exp_avg_sq()
+    def _make_room_for_amsgrad(self, amsgrad: Sequence[bool]) -> None:
+        """For the param groups that have it."""
+        for flat in self._flats if any(amsgrad) else ():
+            missing = flat.max_exp_avg_sq is None
+            if missing and any(amsgrad[self._group_of[slot.param]] for slot in flat.layout.slots):
+                self._check_not_captured("amsgrad: is switched on")
+                flat.ensure_max_exp_avg_sq()
 
     # -- moments -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 from fusedshard.comm import Communicator
 from fusedshard.kernels import flat_memory
 from fusedshard.layout import Bucket, FlatLayout, Segment, Slot
-from fusedshard.native import AdamState
+from fusedshard.native import BACKENDS, AdamState
 from fusedshard.tables import SegmentTable
 
 
@@ -96,6 +96,7 @@ class FlatBuffer:
             home.copy_(params[slot.param].detach())
         comm.broadcast_(self.param)
         for slot, home in zip(slots, homes, strict=True):
+            BACKENDS[self.device.type].about_to_free(params[slot.param].detach())
             params[slot.param].data = home
 
     def ensure_max_exp_avg_sq(self) -> None:

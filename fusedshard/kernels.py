@@ -37,6 +37,11 @@ def check_device(name: str, device: torch.device) -> None:
         raise RuntimeError(f"{name}: got device {device}, which fusedshard cannot use: {problem}")
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether what is queued on the device's current stream goes into a CUDA graph."""
+    return BACKENDS[device.type].capturing()
+
+
 def flat_memory(numel: int, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
     """A zeroed 1-D tensor of ``numel`` (at least 1) elements. On the CPU it lies on huge pages
     that are untouched yet: they appear as they are written, and torch's deterministic mode does

@@ -65,6 +65,10 @@ class Backend(Protocol):
 
     def problem(self, device: torch.device) -> str: ...
 
+    def capturing(self) -> bool: ...
+
+    def about_to_free(self, tensor: torch.Tensor) -> None: ...
+
     def flat_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
     def adam(
@@ -101,6 +105,12 @@ class CpuBackend:
 
     def problem(self, device: torch.device) -> str:
         return ""
+
+    def capturing(self) -> bool:
+        return False
+
+    def about_to_free(self, tensor: torch.Tensor) -> None:
+        """Nothing still reads it."""
 
     def flat_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.frombuffer(_C.FlatMemory(numel * dtype.itemsize), dtype=dtype)
@@ -168,7 +178,7 @@ class CudaBackend:
         functions: those of ``_C.cuda``.
     """
 
-    def __init__(self, functions: _C.CudaFunctions) -> None:
+    def __init__(self, functions: _C._CudaFunctions) -> None:
         self._functions = functions
         self._problems: dict[torch.device, str] = {}
         self.tile_elements = functions.TILE_ELEMENTS
@@ -184,6 +194,10 @@ class CudaBackend:
         """The device's number and its current stream."""
         index = torch.cuda.current_device() if device.index is None else device.index
         return index, torch.cuda.current_stream(index).cuda_stream
+
+    def about_to_free(self, tensor: torch.Tensor) -> None:
+        """The current stream may still read memory that was allocated on another one."""
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -339,10 +339,9 @@ class AdamW(Adam):
 
 
 # torch renamed it when it learned of other accelerators.
-_check_capture: Callable[[torch.optim.Optimizer], None] = getattr(
-    torch.optim.Optimizer,
-    "_accelerator_graph_capture_health_check",
-    torch.optim.Optimizer._cuda_graph_capture_health_check,
+_check_capture: Callable[[torch.optim.Optimizer], None] = (
+    getattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", None)
+    or torch.optim.Optimizer._cuda_graph_capture_health_check
 )
 
 

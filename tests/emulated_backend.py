@@ -30,6 +30,9 @@ class EmulatedBackend(CudaBackend):
     def where(self, device: torch.device) -> tuple[int, int]:
         return 0, STREAM
 
+    def about_to_free(self, tensor: torch.Tensor) -> None:
+        """Its memory has no streams."""
+
     def capturing(self) -> bool:
         return self.graph
 

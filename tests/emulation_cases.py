@@ -165,7 +165,7 @@ def test_emulated_devices(folder: Path) -> None:
         module.mean_f32(*mean, 0, 0)
     module.mean_f32(*mean, 0, 0)
     assert module.device_problem(1) == ""
-    control.set_kernel_image_missing(True)
+    control.set_kernel_image_error(209)
     assert "compute capability 9.0" in module.device_problem(1)
     assert control.last_error() == 0
 

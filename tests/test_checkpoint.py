@@ -220,6 +220,28 @@ def _local_state(rank: Rank) -> Any:
     return optimizer.state_dict(), optimizer.full_state_dict()
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_loading_its_own_state_dict_changes_nothing(ranks: RankPool, world_size: int) -> None:
+    """Its tensors are the optimizer's own moments, as torch hands them out. Beside a parameter
+    without state."""
+    for state, expected in ranks.run(world_size, _reload_own):
+        assert_same_bits(state, expected)
+
+
+def _reload_own(rank: Rank) -> Any:
+    params = make_params([(40,), (3, 5), (7,)])
+    optimizer = fusedshard.AdamW(
+        params, process_group=rank.group, mode="replicated", amsgrad=True, eps=1.0
+    )
+    for param in params[:2]:
+        param.grad = torch.linspace(-1, 1, param.numel()).view_as(param)
+    optimizer.step()
+    expected = copy.deepcopy(optimizer.state_dict())
+    assert all(state["exp_avg"].any() for state in expected["state"].values())
+    optimizer.load_state_dict(optimizer.state_dict())
+    return optimizer.state_dict(), expected
+
+
 def test_ckp_09_a_saved_parameter_is_no_larger_than_itself() -> None:
     def size(value: Any) -> int:
         buffer = io.BytesIO()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank, RankPool, RanksFailed
 
+from fusedshard import comm as comm_module
 from fusedshard.comm import Communicator
 from fusedshard.stats import Stats
 
@@ -112,6 +114,38 @@ def _connection(rank: Rank) -> tuple[bool, float]:
     first = Communicator(rank.group, Stats())
     second = Communicator(rank.group, Stats())
     return first._gloo is second._gloo, first._gloo.options._timeout.total_seconds()
+
+
+def test_groups_of_one_name_do_not_meet(ranks: RankPool) -> None:
+    """As split_group of torch 2.6 names them, and as names come again after their groups ended."""
+    everyone = ranks.run(4, _namesakes)
+    assert everyone == [[[0, 1]] * 3, [[0, 1]] * 3, [[2, 3]] * 3, [[2, 3]] * 3]
+
+
+def _namesakes(rank: Rank) -> list[list[int]]:
+    met = []
+    for _ in range(3):
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        group: Any = groups[rank.rank // 2]
+        group._set_group_name("namesake")
+        met.append(Communicator(group, Stats()).gather_objects(rank.rank))
+    return met
+
+
+def test_a_failed_connection_names_the_remedy(ranks: RankPool) -> None:
+    for rank, message in enumerate(ranks.run(2, _no_connection)):
+        assert f"rank {rank} cannot connect" in message and "GLOO_SOCKET_IFNAME" in message
+
+
+def _no_connection(rank: Rank) -> str:
+    failure = RuntimeError("Connection refused")
+    with (
+        mock.patch.object(comm_module, "_connections", {}),
+        mock.patch.object(dist, "ProcessGroupGloo", side_effect=failure),
+        pytest.raises(RuntimeError) as error,
+    ):
+        Communicator(rank.group, Stats())
+    return str(error.value)
 
 
 def test_without_torch_distributed_the_world_is_one_rank() -> None:

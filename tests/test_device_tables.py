@@ -29,9 +29,11 @@ def backend(emulated_module: Path) -> Iterator[EmulatedBackend]:
 
 
 @pytest.fixture
-def control(emulated_module: Path) -> Any:
-    """What the emulated devices say of themselves."""
-    return load(emulated_module).emulation
+def control(emulated_module: Path) -> Iterator[Any]:
+    """What the emulated devices say of themselves, and are told."""
+    control = load(emulated_module).emulation
+    yield control
+    control.set_kernel_image_error(0)
 
 
 def many_tables(groups: list[GroupScalars]) -> StepTables:
@@ -134,16 +136,20 @@ def test_a_device_that_is_not_there(
 def test_an_architecture_that_the_build_does_not_hold(
     backend: EmulatedBackend, control: Any
 ) -> None:
-    control.set_kernel_image_missing(True)
-    try:
-        with pytest.raises(RuntimeError) as error:
-            check_device("param", torch.device("cpu"))
-    finally:
-        control.set_kernel_image_missing(False)
-    message = str(error.value)
+    control.set_kernel_image_error(209)
+    with pytest.raises(RuntimeError) as error:
+        check_device("param", torch.device("cpu"))
     for part in ("param: got device", "compute capability 9.0", "90-real", "TORCH_CUDA_ARCH_LIST"):
-        assert part in message
+        assert part in str(error.value)
     assert control.last_error() == 0
+
+
+def test_a_driver_that_is_older_than_the_build(backend: EmulatedBackend, control: Any) -> None:
+    control.set_kernel_image_error(35)
+    with pytest.raises(RuntimeError) as error:
+        check_device("param", torch.device("cpu"))
+    for part in ("its driver knows CUDA 12.4", "made with 13.0", "CUDA_HOME"):
+        assert part in str(error.value)
 
 
 def test_scattered_chunks_are_refused(backend: EmulatedBackend) -> None:

@@ -92,3 +92,55 @@ def test_what_a_cuda_graph_uses_stays_in_its_place(emulated_module: Path) -> Non
         now = [engine.steps, engine.step_mirror, engine._tables.device_words]
         assert all(a is b for a, b in zip(used, now, strict=False))
         assert engine.steps.tolist() == [2] * len(params)
+
+
+def test_what_a_capture_would_repeat_is_refused(emulated_module: Path) -> None:
+    """Making room for moments, and moving a parameter into flat memory."""
+    with emulated_kernels(emulated_module) as backend:
+        param, frozen = make_params([(5,), (3,)])
+        frozen.requires_grad_(False)
+        optimizer = fusedshard.AdamW([param, frozen])
+        param.grad = torch.ones(5)
+        optimizer.step()
+        before = param.detach().clone(), frozen.detach().clone()
+        backend.graph = True
+        optimizer.param_groups[0]["amsgrad"] = True
+        with pytest.raises(RuntimeError, match="amsgrad: is switched on while a CUDA graph is"):
+            optimizer.step()
+        optimizer.param_groups[0]["amsgrad"] = False
+        frozen.requires_grad_(True)
+        frozen.grad = torch.ones(3)
+        with pytest.raises(RuntimeError, match="parameter 1: begins to train while a CUDA graph"):
+            optimizer.step()
+        assert_same_bits([param.detach(), frozen.detach()], list(before))
+
+
+def test_room_for_amsgrad_is_there_before_the_first_step(emulated_module: Path) -> None:
+    """Memory that a captured step made would be zero again at each replay."""
+    with emulated_kernels(emulated_module) as backend:
+        (param,) = make_params([(5,)])
+        optimizer = fusedshard.Adam([param], amsgrad=True)
+        param.grad = torch.ones(5)
+        backend.graph = True
+        optimizer.step()
+        assert optimizer.state[param]["max_exp_avg_sq"].gt(0).all()
+
+
+def test_what_a_graph_writes_to_outlives_it(emulated_module: Path) -> None:
+    """add_param_group replaces tables and step counts."""
+    with emulated_kernels(emulated_module) as backend:
+        params = make_params([(5,), (6,), (7,)])
+        optimizer = fusedshard.AdamW(params[:1])
+        engine = optimizer._built
+        replaced = engine.steps, engine.step_mirror, engine._tables, engine._packing
+        optimizer.add_param_group({"params": params[1:2]})
+        assert engine._retired == []
+        params[0].grad = torch.ones(5)
+        backend.graph = True
+        optimizer.step()
+        backend.graph = False
+        captured = engine.steps, engine.step_mirror, engine._tables, engine._packing
+        optimizer.add_param_group({"params": params[2:]})
+        kept = {id(item) for item in engine._retired}
+        assert {id(item) for item in captured} <= kept
+        assert not {id(item) for item in replaced} & kept

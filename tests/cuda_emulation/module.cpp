@@ -19,7 +19,9 @@ PYBIND11_MODULE(fusedshard_emulated, module) {
   control.def("launch_count", &emulation::launch_count);
   control.def("set_launch_error",
               [](int error) { emulation::set_launch_error(static_cast<cudaError_t>(error)); });
-  control.def("set_kernel_image_missing", &emulation::set_kernel_image_missing);
+  control.def("set_kernel_image_error", [](int error) {
+    emulation::set_kernel_image_error(static_cast<cudaError_t>(error));
+  });
   control.def("last_error", [] { return static_cast<int>(emulation::last_error()); });
   control.def("current_device", [] {
     int device = 0;

@@ -21,7 +21,7 @@ std::mutex mutex;
 Launch last{};
 int64_t count = 0;
 cudaError_t next_error = cudaSuccess;
-bool image_missing = false;
+cudaError_t image_error = cudaSuccess;
 thread_local int current_device = 0;
 thread_local cudaError_t thread_error = cudaSuccess;
 
@@ -56,9 +56,9 @@ void set_launch_error(cudaError_t error) {
   next_error = error;
 }
 
-void set_kernel_image_missing(bool missing) {
+void set_kernel_image_error(cudaError_t error) {
   const std::lock_guard<std::mutex> lock(mutex);
-  image_missing = missing;
+  image_error = error;
 }
 
 cudaError_t last_error() { return thread_error; }
@@ -88,7 +88,7 @@ cudaError_t occupancy(int* blocks, int threads) {
 
 cudaError_t kernel_image() {
   const std::lock_guard<std::mutex> lock(mutex);
-  return remember(image_missing ? cudaErrorNoKernelImageForDevice : cudaSuccess);
+  return remember(image_error);
 }
 
 }  // namespace emulation
@@ -130,6 +130,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "no error";
     case cudaErrorInvalidConfiguration:
       return "invalid configuration argument";
+    case cudaErrorInsufficientDriver:
+      return "CUDA driver version is insufficient for CUDA runtime version";
     case cudaErrorInvalidDevice:
       return "invalid device ordinal";
     case cudaErrorNoKernelImageForDevice:
@@ -140,6 +142,11 @@ const char* cudaGetErrorString(cudaError_t error) {
 
 cudaError_t cudaRuntimeGetVersion(int* version) {
   *version = 13000;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = 12040;
   return cudaSuccess;
 }
 

@@ -17,8 +17,8 @@ int64_t launch_count();
 // The next launch or memset does nothing but return this error.
 void set_launch_error(cudaError_t error);
 
-// Whether no machine code of the kernels runs on the devices.
-void set_kernel_image_missing(bool missing);
+// What asking for a kernel's machine code returns.
+void set_kernel_image_error(cudaError_t error);
 
 // What cudaGetLastError would return, without forgetting it.
 cudaError_t last_error();
