@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from fusedshard import checkpoint, kernels
+from fusedshard.agreement import Status, agree
+from fusedshard.clipping import norm_of_gradients, norm_of_shards, scale_pieces
 from fusedshard.comm import Communicator
 from fusedshard.flat import BucketMemory, FlatBuffer
 from fusedshard.gradients import GradientReducer
 from fusedshard.layout import Layout, Segment, build_layout
 from fusedshard.options import ParallelOptions
 from fusedshard.params import (
+    KEEP_PARAMETERS,
+    check_form,
     check_param,
     dense_gradient,
     form_of,
@@ -25,9 +28,19 @@ from fusedshard.params import (
 )
 from fusedshard.tables import GroupScalars, StepTables, gradient_addresses, integers
 
-KEEP_PARAMETERS = (
-    "build the optimizer after model.to(...), and copy into a parameter instead of replacing p.data"
-)
+
+class Averaged(NamedTuple):
+    """Gradients that were averaged and not yet used.
+
+    Attributes:
+        grads: this rank's own, or in replicated mode the means.
+        used: 1 for each parameter that has one on any rank, else 0.
+        marks: to see whether they are still what they were.
+    """
+
+    grads: list[torch.Tensor | None]
+    used: list[int]
+    marks: list[tuple[int, int, int]]
 
 
 class Engine:
@@ -45,6 +58,8 @@ class Engine:
         self.steps, self.step_mirror = integers([]), integers([]).to(torch.float32)
         self._tables = self._packing = StepTables([], integers([]), 0, kernels.CPU)
         self._retired: list[object] = []  # what CUDA graphs may still write to
+        self._averaged: Averaged | None = None
+        self.factor: torch.Tensor | None = None  # that the next update multiplies gradients by
         self._options = options
         self._sharded = options.mode == "sharded"
         # Whether gradients must be averaged here, and parameters gathered.
@@ -184,22 +199,18 @@ class Engine:
 
     def average_gradients(
         self, groups: Sequence[GroupScalars], error: Exception | None = None
-    ) -> tuple[list[torch.Tensor | None], list[int]]:
-        """Average the gradients over the ranks. Collective.
+    ) -> None:
+        """Average the gradients over the ranks, unless they are those averaged last. Collective.
 
         Args:
             groups: hyperparameters of each param group.
             error: what is wrong on this rank already.
 
-        Returns:
-            The gradients that `update` wants, and for each parameter 1 if any rank has a
-            gradient of it, else 0.
-
         Raises:
             RuntimeError: on every rank, with nothing changed, if one of them has an error, or
                 the ranks' hyperparameters differ, or gradients that are averaged already are
-                there on some ranks only. TypeError, ValueError: likewise, if a parameter that was
-                frozen cannot be trained here.
+                there on some ranks only, or gradients changed after they were clipped. TypeError,
+                ValueError: likewise, if a parameter that was frozen cannot be trained here.
         """
         grads: list[torch.Tensor | None] = [None] * len(self.params)
         if error is None:
@@ -208,25 +219,79 @@ class Engine:
                 grads = [dense_gradient(label, param) for label, param in labelled]
             except Exception as caught:  # the other ranks must learn of it
                 error = caught
-        used = self._agree(grads, error, groups)
+        changed = self._averaged is None or self._averaged.marks != self._marks()
+        present = [grad is not None for grad in grads]
+        agreed = agree(self.comm, Status(error, groups, present, changed))
+        if not agreed.changed:
+            return
+        if self.factor is not None:
+            raise RuntimeError(
+                "gradients: changed after clip_grad_norm_ was called: call it after the last "
+                "backward() before step()"
+            )
+        if agreed.partly and not self._reduces:
+            raise RuntimeError(
+                f"{self._labels[agreed.partly[0]]}: got a gradient on some ranks only, but "
+                'grad_sync="external" wants averaged ones, which are on every rank'
+            )
+        used = agreed.used
         self._adopt_later([index for index, is_used in enumerate(used) if is_used])
         if self._reduces:
             with self.comm.stats.phase("exchange"):
                 self._reduce(grads, used)
-        return grads, used
+        self._averaged = Averaged(grads, used, self._marks())
 
-    def update(
-        self,
-        grads: Sequence[torch.Tensor | None],
-        used: Sequence[int],
-        groups: Sequence[GroupScalars],
-    ) -> None:
-        """Update what this rank owns of the used parameters, and gather the rest. Collective.
+    def _marks(self) -> list[tuple[int, int, int]]:
+        """What tells whether a gradient is still the one it was."""
+        return [
+            (0, 0, 0)
+            if (grad := param.grad) is None
+            else (id(grad), grad.data_ptr(), grad._version)
+            for param in self.params
+        ]
 
-        Args:
-            grads, used: from `average_gradients`.
-            groups: hyperparameters of each param group.
+    def gradient_norm(self, norm_type: float, params: Collection[int] | None) -> torch.Tensor:
+        """Norm of the averaged gradient (of some parameters), as far as it was scaled: fp64, on
+        the device. Collective in sharded mode."""
+        averaged = self.averaged
+        if self._reads_shards:
+            buckets = self._used_buckets(averaged.used)
+            norm = norm_of_shards(buckets, params, norm_type, self.comm)
+            norm = norm * self._reducer.shard_scale
+        else:
+            norm = norm_of_gradients(averaged.grads, params, norm_type)
+        norm = norm.to(self.device or kernels.CPU)
+        return norm if self.factor is None else norm * self.factor
+
+    def scale_gradients(self, factor: torch.Tensor, params: Collection[int] | None) -> None:
+        """Multiply the averaged gradients: all of them by way of the next update, or some at
+        once."""
+        averaged = self.averaged
+        if params is None:
+            self.factor = factor if self.factor is None else self.factor * factor
+        elif self._reads_shards:
+            scale_pieces(self._used_buckets(averaged.used), params, factor)
+        else:
+            for index in params:
+                grad = averaged.grads[index]
+                if grad is not None:
+                    grad.mul_(factor.to(grad.dtype))
+            self._averaged = averaged._replace(marks=self._marks())
+
+    @property
+    def averaged(self) -> Averaged:
+        """What `average_gradients` has left."""
+        assert self._averaged is not None
+        return self._averaged
+
+    def update(self, groups: Sequence[GroupScalars]) -> list[int]:
+        """Update what this rank owns of the used parameters, by the averaged gradients, and
+        gather the rest. Collective.
+
+        Returns:
+            1 for each used parameter, 0 for each other.
         """
+        grads, used, _ = self.averaged
         self._make_room_for_amsgrad([group.amsgrad for group in groups])
         with self.comm.stats.phase("update"):
             if not self._reads_shards:
@@ -234,7 +299,9 @@ class Engine:
             self._tables.set_used(integers(used))
             self._tables.set_groups(groups)
             self._tables.upload()
-        grad_scale = self._reducer.shard_scale if self._reads_shards else 1.0
+        grad_scale: float | torch.Tensor = self._reducer.shard_scale if self._reads_shards else 1.0
+        if self.factor is not None:
+            grad_scale = self.factor * grad_scale
         pending = []
         for bucket in self._used_buckets(used):
             with self.comm.stats.phase("update"):
@@ -248,62 +315,19 @@ class Engine:
         # The kernels wrote through raw pointers, which autograd does not see.
         changed = [self.params[index] for index, is_used in enumerate(used) if is_used]
         torch.autograd.graph.increment_version(changed)
+        self._averaged, self.factor = None, None
+        return used
 
     def _check_homes(self) -> None:
         for label, param, form in zip(self._labels, self.params, self._forms, strict=True):
-            if form_of(param) != form:
-                raise RuntimeError(
-                    f"{label}: cast or reshaped after the optimizer was built (got "
-                    f"{', '.join(map(str, form_of(param)))}, wanted {', '.join(map(str, form))}): "
-                    f"{KEEP_PARAMETERS}"
-                )
+            check_form(label, param, form)
         for flat in self._flats:
-            base, itemsize = flat.param.data_ptr(), flat.layout.itemsize
             for slot in flat.layout.slots:
-                param = self.params[slot.param]
-                if param.data_ptr() != base + slot.start * itemsize:
+                if self.params[slot.param].data_ptr() != flat.address_of(slot):
                     raise RuntimeError(
                         f"{self._labels[slot.param]}: moved after the optimizer was built: "
                         f"{KEEP_PARAMETERS}"
                     )
-
-    def _agree(
-        self,
-        grads: Sequence[torch.Tensor | None],
-        error: Exception | None,
-        groups: Sequence[GroupScalars],
-    ) -> list[int]:
-        """Which parameters have a gradient on any rank: 0 or 1 for each. Collective.
-
-        The one small all-gather of a step. It also says whether a rank has an error, or other
-        hyperparameters than the others, and then every rank raises.
-        """
-        if self.comm.world_size == 1:
-            if error is not None:
-                raise error
-            return [int(grad is not None) for grad in grads]
-        with self.comm.stats.phase("status"):
-            known = [group.on_host() for group in groups]
-            digest = hashlib.sha256(repr(known).encode()).digest()[:8]
-            row = [*digest, error is not None, *(grad is not None for grad in grads)]
-            rows = self.comm.gather_rows(torch.tensor(row, dtype=torch.uint8, device="cpu"))
-            failed, *used = rows[:, len(digest) :].amax(dim=0).tolist()
-            if failed:
-                self.comm.raise_everywhere(error)
-            if bool((rows[:, : len(digest)] != rows[0, : len(digest)]).any()):
-                raise RuntimeError(_group_difference(self.comm.gather_objects(known)))
-            if not self._reduces:
-                self._check_external(rows[:, len(digest) + 1 :])
-            return used
-
-    def _check_external(self, has_gradient: torch.Tensor) -> None:
-        """Gradients that were averaged before are on all ranks: (ranks, parameters), 0 or 1."""
-        partial = (has_gradient != has_gradient[0]).any(dim=0).nonzero().flatten().tolist()
-        if partial:
-            raise RuntimeError(
-                f"{self._labels[partial[0]]}: got a gradient on some ranks only, but "
-                'grad_sync="external" wants averaged ones, which are on every rank'
-            )
 
     def _reduce(self, grads: list[torch.Tensor | None], used: Sequence[int]) -> None:
         """Average in place, in replicated mode, or into this rank's shards. Collective."""
@@ -369,16 +393,3 @@ class Engine:
             checkpoint.store_moments(flat, self.params, state)
         steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self.params))]
         self.set_steps(integers(steps))
-
-
-def _group_difference(by_rank: Sequence[list[tuple[float, ...]]]) -> str:
-    """In words, the first hyperparameter in which a rank differs from rank 0."""
-    for rank, theirs in enumerate(by_rank):
-        for index, (other, first) in enumerate(zip(theirs, by_rank[0], strict=True)):
-            for name, here, there in zip(GroupScalars._fields, other, first, strict=True):
-                if repr(here) != repr(there):
-                    return (
-                        f"param_groups[{index}]: {name} is {here} on rank {rank} and {there} on "
-                        "rank 0: set it alike on every rank"
-                    )
-    return "param_groups: the ranks' hyperparameters differ"

@@ -124,6 +124,10 @@ class FlatBuffer:
         # A parameter that spans several buckets has its buffer to itself, so its pieces adjoin.
         return moment.narrow(0, pieces[0].owned_start if pieces else 0, length)
 
+    def address_of(self, slot: Slot) -> int:
+        """Where the elements of a parameter lie."""
+        return self.param.data_ptr() + slot.start * self.layout.itemsize
+
     def _new(self, numel: int) -> torch.Tensor:
         return flat_memory(numel, self.dtype, self.device)
 

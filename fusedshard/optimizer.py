@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from fusedshard import checkpoint
-from fusedshard.comm import Communicator, describe_error, raise_shared
+from fusedshard.clipping import check_norm_type, clip_coefficient
+from fusedshard.comm import Communicator
 from fusedshard.engine import Engine
 from fusedshard.fingerprint import agree_on_groups
 from fusedshard.layout import Layout
 from fusedshard.options import ParallelOptions, check_groups, check_hyperparameters
 from fusedshard.params import reject_sets
+from fusedshard.state import ShardedOptimizer
 from fusedshard.stats import Stats
 from fusedshard.tables import GroupScalars
 
 
-class Adam(torch.optim.Optimizer):
+class Adam(ShardedOptimizer):
     """Adam (arXiv:1412.6980), a drop-in for `torch.optim.Adam` that is fused and sharded.
 
     Data parallelism without a wrapper: each rank runs its own backward, and `step` averages the
@@ -97,7 +97,7 @@ class Adam(torch.optim.Optimizer):
         }
         self.stats = Stats()
         self._options = ParallelOptions(mode, process_group, reduction, grad_sync, bucket_cap_mb)
-        self._engine: Engine | None = None
+        self._engine = None
         comm = Communicator(process_group, self.stats)
         error = None
         try:
@@ -151,11 +151,6 @@ class Adam(torch.optim.Optimizer):
         and ``receive`` (wire buffers, made at the first step)."""
         return self._built.memory()
 
-    @property
-    def _built(self) -> Engine:
-        assert self._engine is not None, "the constructor did not finish"
-        return self._engine
-
     @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -184,110 +179,99 @@ class Adam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        groups = self._average_gradients()
+        used = self._built.update(groups)
+        self._show_state(index for index, is_used in enumerate(used) if is_used)
+        return loss
+
+    def _average_gradients(self, error: Exception | None = None) -> list[GroupScalars]:
+        """Collective; returns the hyperparameters, on which all ranks agree. ``error`` is what is
+        wrong on this rank already."""
         engine = self._built
         groups: list[GroupScalars] = []
-        error = None
         try:
             _check_capture(self)
             engine.check_unchanged(self.param_groups)
             groups = [_scalars(group, engine.device) for group in self.param_groups]
         except Exception as caught:  # as in the constructor
-            error = caught
-        grads, used = engine.average_gradients(groups, error)
-        engine.update(grads, used, groups)
-        self._show_state(index for index, is_used in enumerate(used) if is_used)
-        return loss
+            error = error or caught
+        engine.average_gradients(groups, error)
+        return groups
 
-    def _show_state(self, indices: Iterable[int], *, renew: bool = False) -> None:
-        """Make the engine's arrays visible in ``self.state``: those that are not, or all."""
-        params = self._built.params
-        amsgrad = {p for group in self.param_groups if group["amsgrad"] for p in group["params"]}
-        shown = {
-            index
-            for index in indices
-            if renew
-            or params[index] not in self.state
-            or (params[index] in amsgrad and "max_exp_avg_sq" not in self.state[params[index]])
-        }
-        if not shown:
-            return
-        for index, state in self._built.visible_state(shown).items():
-            if params[index] not in amsgrad:
-                state.pop("max_exp_avg_sq", None)
-            self.state[params[index]] = state
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Average the gradients now; `step` does not do so again unless they change. Collective.
 
-    def state_dict(self) -> dict[str, Any]:
-        """As torch's, without communication, where this rank has all of the state: in replicated
-        mode and at world size 1.
+        Afterwards ``p.grad`` holds the averaged gradient in replicated mode, and still this rank's
+        own in sharded mode.
 
         Raises:
-            RuntimeError: in sharded mode, where this rank has only a part of it.
+            RuntimeError: as `step`.
         """
-        if self._built.holds_shards:
-            raise RuntimeError(
-                "state_dict: this rank holds only its shard of the state: call full_state_dict() "
-                "on every rank"
-            )
-        return super().state_dict()
+        self._average_gradients()
 
-    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
-        """The whole state as plain tensors in torch.optim.Adam's format.
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        parameters: torch.Tensor | Iterable[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Clip the averaged gradient by its global norm, as `torch.nn.utils.clip_grad_norm_` does
+        under DDP. Collective: averages the gradients first, as `synchronize`.
 
-        Collective over the process group. The tensors are copies: 8 bytes a parameter, and while
-        they are gathered one flat buffer more.
+        Each element counts once, whichever rank holds it. Call it after the last ``backward()`` of
+        a step. The factor is folded into the update of the next `step`, and ``p.grad`` stays as it
+        is; only where ``parameters`` are given their averaged gradients are scaled at once.
 
         Args:
-            rank0_only: only the group's first rank keeps the state; the others return ``{}``.
-        """
-        moments = self._built.full_moments(keep=not rank0_only or self._built.comm.rank == 0)
-        if rank0_only and self._built.comm.rank != 0:
-            return {}
-        packed = super().state_dict()
-        for index, state in packed["state"].items():
-            whole = moments.get(index, {})
-            packed["state"][index] = {
-                name: whole[name] if name in whole else copy.deepcopy(value)
-                for name, value in state.items()
-            }
-        return packed
+            max_norm: the largest norm to leave.
+            norm_type: any number above 0, or infinity.
+            error_if_nonfinite: whether to raise where the norm is infinite or NaN.
+            parameters: those to count and to scale; None: all of this optimizer.
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `full_state_dict` or torch.optim.Adam(W)'s ``state_dict`` gave, at any world
-        size. Collective: every rank brings the same dict, which is not changed and not kept.
-
-        Parameters without an entry start afresh at their first gradient.
+        Returns:
+            The norm before clipping, one element on the parameters' device, the same on every
+            rank: fp64 if any parameter is, else fp32.
 
         Raises:
-            ValueError: on every rank, with nothing changed, where a dict does not fit (the group
-                or the parameter is named, with both shapes), or the ranks bring dicts that differ
-                in their groups, steps, or in which parameters have state.
+            RuntimeError: on every rank, for a norm that is not finite, with nothing scaled; or as
+                `step`. ValueError: ``norm_type`` is not a norm's, or a parameter is not of this
+                optimizer.
         """
-        # Registered now, it runs after all hooks of the user's, which may mend the dict.
-        check = self.register_load_state_dict_pre_hook(_check_state_dict)
+        chosen, error = None, None
         try:
-            super().load_state_dict(state_dict)
-        finally:
-            check.remove()
+            norm_type = check_norm_type(norm_type)
+            chosen = self._numbers_of(parameters)
+        except Exception as caught:  # as in the constructor
+            error = caught
+        self._average_gradients(error)
+        engine = self._built
+        norm = engine.gradient_norm(norm_type, chosen)
+        if error_if_nonfinite and not bool(norm.isfinite()):
+            raise RuntimeError(
+                f"The total norm of order {norm_type} for gradients is {norm.item()}, so it cannot "
+                "be clipped: set error_if_nonfinite=False to scale by it all the same"
+            )
+        engine.scale_gradients(clip_coefficient(norm, max_norm), chosen)
+        double = any(param.dtype == torch.float64 for param in engine.params)
+        return norm if double else norm.to(torch.float32)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what torch's ``load_state_dict`` has put together."""
-        self.param_groups = state["param_groups"]
-        for group in self.param_groups:
-            for key, value in self.defaults.items():
-                group.setdefault(key, value)
-            if self.defaults["decoupled_weight_decay"]:
-                group["decoupled_weight_decay"] = True
-        params = self._built.params
-        loaded = {i: state["state"][p] for i, p in enumerate(params) if state["state"].get(p)}
-        self._built.load(loaded)
-        self.state.clear()
-        self._show_state(loaded, renew=True)
-
-    def __getstate__(self) -> NoReturn:
-        raise TypeError(
-            f"{type(self).__name__} cannot be pickled or copied: save full_state_dict() and load "
-            "it into a new optimizer"
-        )
+    def _numbers_of(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor] | None
+    ) -> set[int] | None:
+        if parameters is None:
+            return None
+        if isinstance(parameters, torch.Tensor):
+            parameters = [parameters]
+        numbers = {param: index for index, param in enumerate(self._built.params)}
+        chosen = set()
+        for place, param in enumerate(parameters):
+            if param not in numbers:
+                raise ValueError(f"parameters: number {place} is not one of this optimizer's")
+            chosen.add(numbers[param])
+        return chosen
 
 
 class AdamW(Adam):
@@ -343,21 +327,6 @@ _check_capture: Callable[[torch.optim.Optimizer], None] = (
     getattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", None)
     or torch.optim.Optimizer._cuda_graph_capture_health_check
 )
-
-
-def _check_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise on every rank if a rank's dict does not fit, or the ranks bring different ones."""
-    assert isinstance(optimizer, Adam)
-    error, content = None, ""
-    try:
-        checkpoint.check_fits(state_dict, optimizer.param_groups)
-        content = checkpoint.describe_content(state_dict)
-    except Exception as caught:  # as in the constructor
-        error = caught
-    answers = optimizer._built.comm.gather_objects((describe_error(error), content))
-    raise_shared(error, [failure for failure, _ in answers])
-    if len({content for _, content in answers}) > 1:
-        raise ValueError("state_dict: the ranks bring different ones")
 
 
 def _scalars(group: Mapping[str, Any], device: torch.device | None) -> GroupScalars:

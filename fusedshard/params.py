@@ -11,6 +11,10 @@ import torch
 from fusedshard.kernels import SUPPORTED_DTYPES, check_device
 from fusedshard.layout import ParamSpec
 
+KEEP_PARAMETERS = (
+    "build the optimizer after model.to(...), and copy into a parameter instead of replacing p.data"
+)
+
 
 def reject_sets(params: Any) -> Any:
     """Raise TypeError for a set of parameters: each process would iterate it in its own order."""
@@ -94,6 +98,16 @@ def _check_apart(params: Sequence[tuple[str, torch.Tensor]]) -> None:
 def form_of(param: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
     """What must not change while an optimizer holds a parameter."""
     return param.dtype, param.size(), param.stride()
+
+
+def check_form(label: str, param: torch.Tensor, form: Any) -> None:
+    """Raise RuntimeError where a parameter has another form than ``form_of`` said once."""
+    if form_of(param) != form:
+        raise RuntimeError(
+            f"{label}: cast or reshaped after the optimizer was built (got "
+            f"{', '.join(map(str, form_of(param)))}, wanted {', '.join(map(str, form))}): "
+            f"{KEEP_PARAMETERS}"
+        )
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -1,0 +1,84 @@
+"""What the ranks tell each other at each step: one small all-gather, before anything changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fusedshard.comm import Communicator
+from fusedshard.tables import GroupScalars
+
+_DIGEST_BYTES = 8
+
+
+class Status(NamedTuple):
+    """One rank's view.
+
+    Attributes:
+        error: what is wrong on this rank already, or None.
+        groups: hyperparameters of each param group.
+        present: for each parameter whether this rank has a gradient of it.
+        changed: whether any gradient is another one than was averaged last.
+    """
+
+    error: Exception | None
+    groups: Sequence[GroupScalars]
+    present: Sequence[bool]
+    changed: bool
+
+
+class Agreement(NamedTuple):
+    """What follows for all ranks alike.
+
+    Attributes:
+        used: for each parameter 1 if any rank has a gradient of it, else 0.
+        partly: the numbers of those that only some ranks have.
+        changed: whether gradients must be averaged anew.
+    """
+
+    used: list[int]
+    partly: list[int]
+    changed: bool
+
+
+def agree(comm: Communicator, status: Status) -> Agreement:
+    """Combine the ranks' views. Collective.
+
+    Raises:
+        RuntimeError: on every rank, if one of them has an error, or the ranks' hyperparameters
+            differ. TypeError, ValueError: where that is the kind of a rank's error.
+    """
+    if comm.world_size == 1:
+        if status.error is not None:
+            raise status.error
+        return Agreement([int(present) for present in status.present], [], status.changed)
+    known = [group.on_host() for group in status.groups]
+    digest = hashlib.sha256(repr(known).encode()).digest()[:_DIGEST_BYTES]
+    row = [*digest, status.error is not None, status.changed, *status.present]
+    with comm.stats.phase("status"):
+        rows = comm.gather_rows(torch.tensor(row, dtype=torch.uint8, device="cpu"))
+        digests, flags = rows[:, :_DIGEST_BYTES], rows[:, _DIGEST_BYTES:]
+        failed, changed, *used = flags.amax(dim=0).tolist()
+        if failed:
+            comm.raise_everywhere(status.error)
+        if bool((digests != digests[0]).any()):
+            raise RuntimeError(_group_difference(comm.gather_objects(known)))
+    everywhere = flags[:, 2:].amin(dim=0).tolist()
+    partly = [i for i, (some, all_) in enumerate(zip(used, everywhere, strict=True)) if some > all_]
+    return Agreement(used, partly, bool(changed))
+
+
+def _group_difference(by_rank: Sequence[list[tuple[float, ...]]]) -> str:
+    """In words, the first hyperparameter in which a rank differs from rank 0."""
+    for rank, theirs in enumerate(by_rank):
+        for index, (other, first) in enumerate(zip(theirs, by_rank[0], strict=True)):
+            for name, here, there in zip(GroupScalars._fields, other, first, strict=True):
+                if repr(here) != repr(there):
+                    return (
+                        f"param_groups[{index}]: {name} is {here} on rank {rank} and {there} on "
+                        "rank 0: set it alike on every rank"
+                    )
+    return "param_groups: the ranks' hyperparameters differ"
