@@ -20,12 +20,18 @@ class Status(NamedTuple):
     Attributes:
         error: what is wrong on this rank already, or None.
         groups: hyperparameters of each param group.
+        turn: how many agreements were before this one: ranks that call step() unequally often
+            must not be taken for each other.
+        scaling: what a loss scaler wants of this step, in words; empty without one, or where it
+            is known that all ranks' scalers want the same.
         present: for each parameter whether this rank has a gradient of it.
         changed: whether any gradient is another one than was averaged last.
     """
 
     error: Exception | None
     groups: Sequence[GroupScalars]
+    turn: int
+    scaling: str
     present: Sequence[bool]
     changed: bool
 
@@ -49,14 +55,16 @@ def agree(comm: Communicator, status: Status) -> Agreement:
 
     Raises:
         RuntimeError: on every rank, if one of them has an error, or the ranks' hyperparameters
-            differ. TypeError, ValueError: where that is the kind of a rank's error.
+            or loss scalers differ. TypeError, ValueError: where that is the kind of a rank's error.
     """
     if comm.world_size == 1:
         if status.error is not None:
             raise status.error
         return Agreement([int(present) for present in status.present], [], status.changed)
     known = [group.on_host() for group in status.groups]
-    digest = hashlib.sha256(repr(known).encode()).digest()[:_DIGEST_BYTES]
+    digest = hashlib.sha256(repr((known, status.turn, status.scaling)).encode()).digest()[
+        :_DIGEST_BYTES
+    ]
     row = [*digest, status.error is not None, status.changed, *status.present]
     with comm.stats.phase("status"):
         rows = comm.gather_rows(torch.tensor(row, dtype=torch.uint8, device="cpu"))
@@ -65,10 +73,38 @@ def agree(comm: Communicator, status: Status) -> Agreement:
         if failed:
             comm.raise_everywhere(status.error)
         if bool((digests != digests[0]).any()):
-            raise RuntimeError(_group_difference(comm.gather_objects(known)))
+            everyone = comm.gather_objects((known, status.turn, status.scaling))
+            raise RuntimeError(
+                _turn_difference([turn for _, turn, _ in everyone])
+                or _scaling_difference([scaling for _, _, scaling in everyone])
+                or _group_difference([groups for groups, _, _ in everyone])
+            )
     everywhere = flags[:, 2:].amin(dim=0).tolist()
     partly = [i for i, (some, all_) in enumerate(zip(used, everywhere, strict=True)) if some > all_]
     return Agreement(used, partly, bool(changed))
+
+
+def _turn_difference(by_rank: Sequence[int]) -> str:
+    """In words, which rank is ahead; empty where none is."""
+    if len(set(by_rank)) == 1:
+        return ""
+    counts = ", ".join(f"{turn} on rank {rank}" for rank, turn in enumerate(by_rank))
+    return (
+        "step: the ranks have not called it (or clip_grad_norm_, synchronize, GradScaler.unscale_) "
+        f"equally often: calls before this one are {counts}"
+    )
+
+
+def _scaling_difference(by_rank: Sequence[str]) -> str:
+    """In words, how a rank's loss scaler differs from rank 0's; empty where none does."""
+    for rank, scaling in enumerate(by_rank):
+        if scaling != by_rank[0]:
+            return (
+                f"GradScaler: the ranks' differ ({by_rank[0] or 'none'} on rank 0, "
+                f"{scaling or 'none'} on rank {rank}): torch.amp.GradScaler looks at its own "
+                "rank's gradients alone; use fusedshard.GradScaler, on every rank"
+            )
+    return ""
 
 
 def _group_difference(by_rank: Sequence[list[tuple[float, ...]]]) -> str:

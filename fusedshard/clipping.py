@@ -55,6 +55,20 @@ def norm_of_gradients(
     return _norm(norms, norm_type)
 
 
+def shards_found_inf(
+    buckets: Sequence[BucketMemory], found_inf: torch.Tensor, comm: Communicator
+) -> None:
+    """Set ``found_inf`` (one fp32 element on the shards' device) to 1 on every rank where a shard
+    of any is not finite; else leave it. Collective."""
+    for bucket in buckets:
+        assert bucket.reduced is not None
+        kernels.found_inf_(found_inf, bucket.reduced)
+    flags = found_inf.new_zeros(comm.world_size)
+    flags[comm.rank] = found_inf
+    comm.all_gather_(flags).wait()
+    found_inf.copy_(flags.amax())
+
+
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """As torch.nn.utils.clip_grad_norm_ has it: at most 1, and NaN where the norm is."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)

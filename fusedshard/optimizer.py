@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -61,6 +62,8 @@ class Adam(ShardedOptimizer):
             differ in their parameters or options; the first differing parameter is named.
     """
 
+    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
+
     def __init__(
         self,
         params: ParamsT,
@@ -96,6 +99,7 @@ class Adam(ShardedOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         self.stats = Stats()
+        self._scaler_agrees = self._warned_of_scaler = False
         self._options = ParallelOptions(mode, process_group, reduction, grad_sync, bucket_cap_mb)
         self._engine = None
         comm = Communicator(process_group, self.stats)
@@ -179,14 +183,16 @@ class Adam(ShardedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        groups = self._average_gradients()
-        used = self._built.update(groups)
+        found_inf, groups = self._apply_scaler()
+        used = self._built.update(groups, found_inf)
         self._show_state(index for index, is_used in enumerate(used) if is_used)
         return loss
 
-    def _average_gradients(self, error: Exception | None = None) -> list[GroupScalars]:
+    def _average_gradients(
+        self, error: Exception | None = None, scaling: str = ""
+    ) -> list[GroupScalars]:
         """Collective; returns the hyperparameters, on which all ranks agree. ``error`` is what is
-        wrong on this rank already."""
+        wrong on this rank already, ``scaling`` what its loss scaler wants of the step."""
         engine = self._built
         groups: list[GroupScalars] = []
         try:
@@ -195,8 +201,48 @@ class Adam(ShardedOptimizer):
             groups = [_scalars(group, engine.device) for group in self.param_groups]
         except Exception as caught:  # as in the constructor
             error = error or caught
-        engine.average_gradients(groups, error)
+        engine.average_gradients(groups, scaling, error)
         return groups
+
+    def _unscale(self, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
+        """For `fusedshard.GradScaler`: average the gradients, see on all ranks whether they are
+        finite, and multiply them by ``inv_scale``. Collective."""
+        error = None
+        if self._built.factor is not None:
+            error = RuntimeError(
+                "clip_grad_norm_: was called on scaled gradients: call scaler.unscale_(optimizer) "
+                "before it"
+            )
+        with torch.no_grad():
+            self._average_gradients(error)
+            self._built.check_finite(found_inf)
+            self._built.scale_gradients(inv_scale.to(torch.float64), None)
+        self._scaler_agrees = True
+
+    def _apply_scaler(self) -> tuple[torch.Tensor | None, list[GroupScalars]]:
+        """Average the gradients, and unscale them where a scaler has left the scale to do so.
+
+        torch's scalers set ``grad_scale`` and ``found_inf`` around `step`. Only where ours has
+        looked at the gradients is it known that all ranks' want the same, without reading them.
+        """
+        grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
+        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
+        scaling = ""
+        if found_inf is not None and not self._scaler_agrees and self._built.comm.world_size > 1:
+            scale = "unscaled" if grad_scale is None else f"scale {float(grad_scale)}"
+            scaling = f"{scale}, found_inf {float(found_inf)}"
+            if not self._warned_of_scaler:
+                self._warned_of_scaler = True
+                warnings.warn(
+                    "torch.amp.GradScaler looks at its own rank's gradients alone: use "
+                    "fusedshard.GradScaler",
+                    stacklevel=4,
+                )
+        groups = self._average_gradients(scaling=scaling)
+        if grad_scale is not None:
+            self._built.scale_gradients(grad_scale.to(torch.float64).reciprocal(), None)
+        self._scaler_agrees = False
+        return found_inf, groups
 
     @torch.no_grad()
     def synchronize(self) -> None:

@@ -91,7 +91,7 @@ print(*{name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdl
 
 
 def test_public_names() -> None:
-    assert sorted(fusedshard.__all__) == ["Adam", "AdamW"]
+    assert sorted(fusedshard.__all__) == ["Adam", "AdamW", "GradScaler"]
     assert fusedshard.__version__.count(".") == 2
 
 

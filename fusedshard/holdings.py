@@ -1,0 +1,222 @@
+"""What an optimizer holds: parameters in flat memory, their moments and step counts, and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fusedshard import checkpoint, kernels
+from fusedshard.comm import Communicator
+from fusedshard.flat import BucketMemory, FlatBuffer
+from fusedshard.gradients import GradientReducer
+from fusedshard.layout import Layout, Segment, build_layout
+from fusedshard.options import ParallelOptions
+from fusedshard.params import (
+    KEEP_PARAMETERS,
+    check_form,
+    check_param,
+    form_of,
+    iterate_params,
+    parameter_labels,
+    spec_of,
+)
+from fusedshard.tables import StepTables, integers
+
+
+class Holdings:
+    """All that outlives a step.
+
+    Parameters are known by their number in the order of the param groups. Those that train all
+    lie on one device, where step counts are kept, too. Methods that move data between ranks are
+    collective, and say so.
+    """
+
+    def __init__(self, comm: Communicator, options: ParallelOptions) -> None:
+        self.comm = comm
+        self.params: list[torch.nn.Parameter] = []
+        self.device: torch.device | None = None
+        self.steps, self.step_mirror = integers([]), integers([]).to(torch.float32)
+        self._tables = self._packing = StepTables([], integers([]), 0, kernels.CPU)
+        self._retired: list[object] = []  # what CUDA graphs may still write to
+        self._options = options
+        self._sharded = options.mode == "sharded"
+        # Whether gradients must be averaged here, and parameters gathered.
+        self._reduces = comm.world_size > 1 and options.grad_sync == "step"
+        self.holds_shards = comm.world_size > 1 and self._sharded
+        self._reducer = GradientReducer(comm, ordered=True)
+        self._flats: list[FlatBuffer] = []
+        self._adopted: set[int] = set()
+
+    def admit(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Number all parameters, and take those that train into flat memory. Collective."""
+        self.params = iterate_params(groups)
+        self._labels = parameter_labels(groups)
+        self._forms = [form_of(param) for param in self.params]
+        self._group_sizes = [len(group["params"]) for group in groups]
+        self._group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
+        training = [index for index, p in enumerate(self.params) if p.requires_grad]
+        self._choose_device([self.params[index] for index in training])
+        new = len(self.params) - len(self.steps)
+        self.set_steps(torch.cat([self.steps, self.steps.new_zeros(new)]))
+        self._adopt(training)
+        self._make_tables()
+        self._make_room_for_amsgrad([bool(group["amsgrad"]) for group in groups])
+
+    def set_steps(self, steps: torch.Tensor) -> None:
+        """Replace the step counts (int64, one a parameter) and their fp32 mirror: in place where
+        they are as many, for the sake of CUDA graphs."""
+        device = self.device or kernels.CPU
+        if len(steps) == len(self.steps) and self.steps.device == device:
+            self.steps.copy_(steps)
+            self.step_mirror.copy_(steps)
+        else:
+            self._retire(self.steps, self.step_mirror)
+            self.steps = steps.to(device)
+            self.step_mirror = self.steps.to(torch.float32)
+
+    def _retire(self, *replaced: object) -> None:
+        """Keep what a captured step still writes to: its replays are of no use any more, and must
+        do no harm."""
+        if self._tables.replayed or self._packing.replayed:
+            self._retired += replaced
+
+    def _check_not_captured(self, what: str) -> None:
+        if kernels.capturing(self.device or kernels.CPU):
+            raise RuntimeError(
+                f"{what} while a CUDA graph is captured, which would repeat it at each replay: run "
+                "one step before"
+            )
+
+    def _choose_device(self, training: Sequence[torch.Tensor]) -> None:
+        """The first parameters that train decide, for as long as the optimizer lives."""
+        if self.device is None and training:
+            self.device = training[0].device
+            self.set_steps(self.steps)
+            by_default = self.comm.prefers_ordered(self.device)
+            ordered = self._options.ordered(by_default=by_default)
+            self._reducer = GradientReducer(self.comm, ordered=ordered)
+
+    def _adopt_later(self, indices: Sequence[int]) -> None:
+        """The same once tables are there, which stay as they are where no parameter is new."""
+        new = [index for index in indices if index not in self._adopted]
+        if new:
+            self._check_not_captured(f"{self._labels[new[0]]}: begins to train")
+            self._choose_device([self.params[index] for index in new])
+            for index in new:  # alike on all ranks, as their forms are
+                param = self.params[index]
+                check_param(self._labels[index], param, self.device or param.device)
+            self._adopt(new)
+            self._make_tables()
+
+    def _adopt(self, indices: Sequence[int]) -> None:
+        """Re-home parameters that are not yet in flat memory. Collective.
+
+        Frozen parameters stay outside, without moments, until some rank has a gradient of them.
+        """
+        new = [index for index in indices if index not in self._adopted]
+        self._adopted.update(new)
+        specs = [spec_of(index, self.params[index]) for index in new]
+        layout = build_layout(specs, self.comm.world_size, self._options.bucket_cap_bytes)
+        keep_reduced = self._sharded and self._reduces
+        for flat_layout in layout.flats:
+            flat = FlatBuffer(
+                flat_layout, self.comm, sharded=self._sharded, keep_reduced=keep_reduced
+            )
+            flat.adopt(self.params, self.comm)
+            self._flats.append(flat)
+
+    def _make_tables(self) -> None:
+        self._retire(self._tables, self._packing)
+        buckets = [bucket for flat in self._flats for bucket in flat.buckets]
+        self._tables = self._tables_of([(b, b.owned) for b in buckets])
+        self._packing = self._tables_of([(b, b.segments) for b in buckets])
+        for bucket, table, packing in zip(
+            buckets, self._tables.tables, self._packing.tables, strict=True
+        ):
+            bucket.table, bucket.packing = table, packing
+        reduced = [bucket.reduced for bucket in buckets if bucket.reduced is not None]
+        self._reads_shards = bool(reduced)
+        if self._reads_shards:
+            self._tables.point_at_shards(reduced)
+
+    def _tables_of(self, buckets: Sequence[tuple[BucketMemory, Sequence[Segment]]]) -> StepTables:
+        stretches = [(segments, bucket.param.itemsize) for bucket, segments in buckets]
+        group_of, device = integers(self._group_of), self.device or kernels.CPU
+        return StepTables(stretches, group_of, len(self._group_sizes), device)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.comm.world_size, tuple(flat.layout for flat in self._flats))
+
+    def memory(self) -> dict[str, int]:
+        flats, lanes = self._flats, self._reducer.lanes
+        return {
+            "parameters": sum(flat.param.nbytes for flat in flats),
+            "moments": sum(m.nbytes for flat in flats for m in flat.owned_moments().values()),
+            "reduced": sum(flat.reduced.nbytes for flat in flats if flat.reduced is not None),
+            "send": sum(lane.nbytes("send") for lane in lanes),
+            "receive": sum(lane.nbytes("receive") for lane in lanes),
+        }
+
+    def check_unchanged(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise RuntimeError where param groups or their parameters are not those admitted, or a
+        parameter has another form or place."""
+        sizes = [len(group["params"]) for group in groups]
+        same = zip(iterate_params(groups), self.params, strict=False)
+        if sizes != self._group_sizes or any(now is not then for now, then in same):
+            raise RuntimeError(
+                "param_groups: groups or parameters were added, removed or reordered: use "
+                "add_param_group, or build a new optimizer"
+            )
+        self.comm.check_world()
+        self._check_homes()
+
+    def _check_homes(self) -> None:
+        for label, param, form in zip(self._labels, self.params, self._forms, strict=True):
+            check_form(label, param, form)
+        for flat in self._flats:
+            for slot in flat.layout.slots:
+                if self.params[slot.param].data_ptr() != flat.address_of(slot):
+                    raise RuntimeError(
+                        f"{self._labels[slot.param]}: moved after the optimizer was built: "
+                        f"{KEEP_PARAMETERS}"
+                    )
+
+    def _make_room_for_amsgrad(self, amsgrad: Sequence[bool]) -> None:
+        """For the param groups that have it."""
+        for flat in self._flats if any(amsgrad) else ():
+            missing = flat.max_exp_avg_sq is None
+            if missing and any(amsgrad[self._group_of[slot.param]] for slot in flat.layout.slots):
+                self._check_not_captured("amsgrad: is switched on")
+                flat.ensure_max_exp_avg_sq()
+
+    def visible_state(self, indices: set[int]) -> dict[int, dict[str, torch.Tensor]]:
+        """Views of step and moments of some parameters: whole where this rank has all of them,
+        else this rank's piece."""
+        state: dict[int, dict[str, torch.Tensor]] = {}
+        for flat in self._flats:
+            names = flat.owned_moments()
+            for slot in flat.layout.slots:
+                if slot.param in indices:
+                    param = self.params[slot.param]
+                    state[slot.param] = {n: flat.moment_view(n, slot, param) for n in names}
+        for index in indices - state.keys():  # empty parameters have no place in flat memory
+            state[index] = {n: torch.zeros_like(self.params[index]) for n in checkpoint.MOMENTS}
+        return {i: {"step": self.step_mirror[i], **moments} for i, moments in state.items()}
+
+    def full_moments(self, *, keep: bool = True) -> dict[int, dict[str, torch.Tensor]]:
+        """Copies of all parameters' moments, whole, unless this rank is not to keep them.
+        Collective."""
+        return checkpoint.full_moments(self._flats, self.params, self.comm, keep=keep)
+
+    def load(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace steps and moments by ``state``, and by zero where it has nothing. Collective."""
+        self._adopt_later(sorted(state))
+        for flat in self._flats:
+            if any("max_exp_avg_sq" in state.get(s.param, {}) for s in flat.layout.slots):
+                flat.ensure_max_exp_avg_sq()
+            checkpoint.store_moments(flat, self.params, state)
+        steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self.params))]
+        self.set_steps(integers(steps))
