@@ -112,7 +112,6 @@ def main() -> int:
     args = parse()
     # So that no stage runs on where this program is told to end.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    args.out.mkdir(parents=True, exist_ok=True)
     path = args.out.resolve() / "gpu_check.json"
     scratch = Path(tempfile.mkdtemp(prefix="gpu_check_"))
     site, work = scratch / "site", scratch / "work"
@@ -126,15 +125,27 @@ def main() -> int:
     run = Run(work, environment, TOTAL_SECONDS)
     stages = all_stages(args.stages, site, quick=args.quick)
     try:
-        run.all(stages, after_each=lambda: write_json(path, report_of(run, args)))
+        run.all(stages, after_each=lambda: report(run, args, path))
     finally:
         if args.keep_build:
             print(f"kept: PYTHONPATH={site}")
         else:
             shutil.rmtree(scratch, ignore_errors=True)
-    print_summary(run, quick=args.quick)
-    print(f"written: {path}")
+    if found_device(run):
+        print_summary(run, quick=args.quick)
+        print(f"written: {path}")
     return int(run.failed)
+
+
+def found_device(run: Run) -> bool:
+    return run.outcomes["device"].status == "passed"
+
+
+def report(run: Run, args: argparse.Namespace, path: Path) -> None:
+    """Unless there is nothing to report: an earlier report is better than that."""
+    if found_device(run):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, report_of(run, args))
 
 
 if __name__ == "__main__":

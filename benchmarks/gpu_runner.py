@@ -76,9 +76,11 @@ class Run:
     def all(self, stages: Sequence[Stage], after_each: Callable[[], object]) -> None:
         for stage in stages:
             self.outcomes[stage.name] = outcome = self._one(stage)
+            after_each()
+            if outcome.status == "skipped" and not outcome.seconds and stage.needs:
+                continue  # the stage that it needs has said why
             print(f"{stage.name}: {outcome.status} after {outcome.seconds:.0f} s", end="")
             print(f": {outcome.reason}" if outcome.reason else "", flush=True)
-            after_each()
 
     @property
     def failed(self) -> bool:

@@ -32,7 +32,9 @@ print(json.dumps({"fusedshard": fusedshard.__version__, "cuda_build": _C.cuda_bu
 def check_device() -> None:
     """Report the machine, or fail where it has no GPU."""
     if not torch.cuda.is_available():
-        sys.exit("no CUDA device")
+        if torch.version.cuda is None:
+            sys.exit(f"no CUDA device: torch {torch.__version__} is built without CUDA")
+        sys.exit("no CUDA device: see nvidia-smi and CUDA_VISIBLE_DEVICES")
     properties = torch.cuda.get_device_properties(0)
     gpu = {
         "gpu": properties.name,

@@ -5,17 +5,20 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "kernels_cuda.h"
 
 namespace fusedshard {
 
 constexpr int kThreads = 256;  // of every block
-// That a multiprocessor is to hold at least: half of the threads it can keep memory busy, each with
-// several 16-byte loads in flight, and leave 64 registers for each.
+// Least resident blocks of a multiprocessor: half of its threads, each with several 16-byte loads
+// in flight, keep memory busy, and leave up to 64 registers for each.
 constexpr int kBlocks = 4;
 constexpr int kWarp = 32;
 constexpr int kVectorBytes = 16;
@@ -46,12 +49,20 @@ class DeviceGuard {
 };
 
 // Blocks that the current device can run at once: the grid of a kernel that strides over its work.
+// Asked once for each kernel and device.
 template <typename Kernel>
 int resident_blocks(const char* name, Kernel* kernel, int device) {
-  int processors = 0, blocks_each = 0;
-  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), name);
-  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_each, kernel, kThreads, 0), name);
-  return processors * blocks_each;
+  static std::mutex mutex;
+  static std::map<std::pair<Kernel*, int>, int> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& blocks = known[{kernel, device}];
+  if (blocks == 0) {
+    int processors = 0, blocks_each = 0;
+    check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), name);
+    check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_each, kernel, kThreads, 0), name);
+    blocks = processors * blocks_each;
+  }
+  return blocks;
 }
 
 // Runs kernel(args...) on as many blocks as `wanted`, at most as many as the device holds.

@@ -1,4 +1,8 @@
 // What kernels read of a step beside the arrays, kept on a GPU: table rows, groups, step counts.
+//
+// The words travel as kernel arguments. A copy from host memory would have to be from pinned memory
+// that lives until it has happened, and under a CUDA graph as long as the graph; arguments are
+// copied at the launch. A step changes few words, if any.
 #include "launch.cuh"
 
 namespace fusedshard {

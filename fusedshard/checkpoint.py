@@ -20,7 +20,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 def full_moments(
     flats: Sequence[FlatBuffer], params: Sequence[torch.Tensor], comm: Communicator, *, keep: bool
 ) -> dict[int, dict[str, torch.Tensor]]:
-    """Every parameter's moments, whole, as copies with the parameter's shape and strides.
+    """Every parameter's moments, whole, as copies in host memory with the parameter's shape and
+    strides.
 
     Collective where the moments are sharded. At most one flat buffer is held beside the result,
     which is empty on ranks that do not ``keep`` it.
@@ -31,7 +32,7 @@ def full_moments(
             whole = owned if flat.owners == 1 else _gather(flat, owned, comm)
             for slot in flat.layout.slots if keep else ():
                 view = view_as_param(whole, slot, params[slot.param])
-                moments.setdefault(slot.param, {})[name] = view.clone()
+                moments.setdefault(slot.param, {})[name] = view.to("cpu", copy=True)
     return moments
 
 

@@ -6,16 +6,22 @@ import argparse
 from collections.abc import Sequence
 
 import fusedshard
+from fusedshard import _C
 from fusedshard.demo import command
+
+
+def version() -> str:
+    """Of the package, and what its extension was built for."""
+    build = _C.cuda_build()
+    cuda = f"CUDA {build['architectures']}" if build["built"] else f"no CUDA: {build['note']}"
+    return f"fusedshard {fusedshard.__version__} ({cuda})"
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="fusedshard", description="Sharded (ZeRO-1), fused Adam and AdamW for PyTorch."
     )
-    parser.add_argument(
-        "--version", action="version", version=f"fusedshard {fusedshard.__version__}"
-    )
+    parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command.add_command(commands)
     return parser

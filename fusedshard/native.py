@@ -24,8 +24,8 @@ except ImportError as error:
     if not _files and (_package.parent / "setup.py").exists():
         raise ImportError(
             f"fusedshard was imported from its source tree ({_package}), which holds no built "
-            "extension: run from another directory after `pip install .`, or build in place "
-            "with `pip install -e .`"
+            "extension: run from another directory after `pip install .` (and tests by `pytest`, "
+            "not `python -m pytest`), or build in place with `pip install -e .`"
         ) from None
     raise ImportError(
         f"fusedshard's extension cannot be loaded: {error} (file: "

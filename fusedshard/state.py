@@ -58,8 +58,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
         """The whole state as plain tensors in torch.optim.Adam's format.
 
-        Collective over the process group. The tensors are copies: 8 bytes a parameter, and while
-        they are gathered one flat buffer more.
+        Collective over the process group. The tensors are copies in host memory: 8 bytes a
+        parameter, and while they are gathered one flat buffer more on the device.
 
         Args:
             rank0_only: only the group's first rank keeps the state; the others return ``{}``.
@@ -71,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for index, state in packed["state"].items():
             whole = moments.get(index, {})
             packed["state"][index] = {
-                name: whole[name] if name in whole else copy.deepcopy(value)
+                name: whole[name] if name in whole else _on_host(value)
                 for name, value in state.items()
             }
         return packed
@@ -113,6 +113,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             f"{type(self).__name__} cannot be pickled or copied: save full_state_dict() and load "
             "it into a new optimizer"
         )
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return copy.deepcopy(value)
 
 
 def _check_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

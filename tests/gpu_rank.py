@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from gpu_cases import on_host
+from gpu_tools import on_host
 from training import AWKWARD, gradient, make_params, train
 
 import fusedshard
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
     store: str  # a path
     answer: str  # likewise
     backend: str
-    device: str
+    device: str  # of a GPU only its kind counts
     device_id: bool = False  # whether the group is told its device
 
 
@@ -51,7 +51,8 @@ def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     device = torch.device(settings.device)
     torch.set_num_threads(1)
-    if device.type == "cuda":
+    if device.type == "cuda":  # ranks share one where there is one
+        device = torch.device("cuda", settings.rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     dist.init_process_group(
         settings.backend,
@@ -62,7 +63,7 @@ def main() -> None:
         device_id=device if settings.device_id else None,
     )
     results = {
-        (mode, reduction): result_of(settings.device, settings.rank, mode=mode, reduction=reduction)
+        (mode, reduction): result_of(str(device), settings.rank, mode=mode, reduction=reduction)
         for mode, reduction in WAYS
     }
     torch.save(results, settings.answer)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from emulated_backend import STREAM, EmulatedBackend, emulated_kernels
 from emulation import load
-from kernel_cases import ADAM, ADAMW, tables_of
+from kernel_tools import ADAM, ADAMW, tables_of
 from oracles import adam_reference_, fresh_state, same_state
 
 from fusedshard.kernels import adam_, check_device

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import FLOATS
+from kernel_tools import FLOATS
 
 from fusedshard.kernels import flat_memory
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from gpu_cases import DEVICE, equal_on_host, on_host, placed, placed_state, require_gpu
-from kernel_cases import (
+from gpu_tools import DEVICE, equal_on_host, on_host, placed, placed_state, require_gpu
+from kernel_tools import (
     ADAM,
     ADAMW,
     chunks_of_all_scales,

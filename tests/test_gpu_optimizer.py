@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_cases import DEVICE, on_host, require_gpu
+from gpu_tools import DEVICE, on_host, require_gpu
 from training import AWKWARD, assert_close, assert_same_bits, gradient, make_params
 
 import fusedshard

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from gpu_cases import DEVICE, NoAnswer, require_gpu, run_ranks
 from gpu_rank import OPTIONS, SHAPES, STEPS, WAYS, result_of
+from gpu_tools import DEVICE, NoAnswer, require_gpu, run_ranks
 from training import assert_close, assert_same_bits, train_reference
 
 require_gpu()
@@ -39,7 +39,7 @@ def test_one_nccl_rank_has_the_bits_of_a_cpu(tmp_path: Path, device_id: bool) ->
 
 
 @needs_nccl
-def test_two_nccl_ranks_on_one_card(tmp_path: Path) -> None:
+def test_two_nccl_ranks(tmp_path: Path) -> None:
     try:
         ranks = run_ranks(tmp_path / "ranks", 2, backend="nccl", device=DEVICE)
     except NoAnswer as error:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from gpu_cases import DEVICE, equal_on_host, placed, placed_state, require_gpu
-from kernel_cases import ADAMW, chunks_of_all_scales, tables_of, update
+from gpu_tools import DEVICE, equal_on_host, placed, placed_state, require_gpu
+from kernel_tools import ADAMW, chunks_of_all_scales, tables_of, update
 from oracles import adam_reference_, fresh_state, same_bits
 from test_kernel_bits import odd_state, odd_values
 

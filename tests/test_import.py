@@ -108,8 +108,8 @@ def test_source_tree_without_the_extension_says_what_to_do(tmp_path: Path) -> No
     *_, last = run_python("import fusedshard", tmp_path, fails=True)
     assert last == (
         f"ImportError: fusedshard was imported from its source tree ({package}), which holds no "
-        "built extension: run from another directory after `pip install .`, or build in place "
-        "with `pip install -e .`"
+        "built extension: run from another directory after `pip install .` (and tests by "
+        "`pytest`, not `python -m pytest`), or build in place with `pip install -e .`"
     )
 
 

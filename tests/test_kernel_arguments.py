@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 import torch
-from kernel_cases import ADAM, ADAMW, tables_of
+from kernel_tools import ADAM, ADAMW, tables_of
 from oracles import same_state
 
 from fusedshard.kernels import adam_, found_inf_, mean_, pack_, square_sum

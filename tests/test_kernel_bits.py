@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import (
+from kernel_tools import (
     ADAM,
     ADAMW,
     chunks_of_all_scales,
@@ -164,7 +164,7 @@ def run_python(code: str, *arguments: str, **variables: str) -> subprocess.Compl
 COUNT_THREADS = """
 import os, sys, torch
 sys.path.insert(0, sys.argv[1])
-from kernel_cases import ADAM, update
+from kernel_tools import ADAM, update
 from fusedshard.kernels import flat_memory, mean_, square_sum
 from fusedshard.native import AdamState
 p, g, m, v = (flat_memory(4 * 2**15, torch.float32) for _ in range(4))

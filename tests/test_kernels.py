@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import (
+from kernel_tools import (
     ADAM,
     GROUPS,
     chunks_of_all_scales,

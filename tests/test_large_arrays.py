@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import ADAMW, tables_of
+from kernel_tools import ADAMW, tables_of
 from oracles import adam_reference_, fresh_state, same_state
 
 from fusedshard.kernels import adam_, flat_memory, square_sum

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import running_on, tables_of
+from kernel_tools import running_on, tables_of
 
 from fusedshard import _C
 from fusedshard.kernels import pack_, unpack_

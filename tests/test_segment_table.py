@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from emulated_backend import is_emulated
-from kernel_cases import ADAM, ADAMW, each_dtype, running_on, tables_of, ways_to_run
+from kernel_tools import ADAM, ADAMW, each_dtype, running_on, tables_of, ways_to_run
 from oracles import adam_reference_, same_bits, same_state
 
 from fusedshard.kernels import adam_
