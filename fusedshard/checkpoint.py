@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import torch
 
 from fusedshard.comm import Communicator
-from fusedshard.fingerprint import HYPERPARAMETERS
+from fusedshard.fingerprint import HYPERPARAMETERS, plain
 from fusedshard.flat import FlatBuffer, view_as_param
 from fusedshard.kernels import flat_memory
-from fusedshard.params import in_storage_order, parameter_labels
+from fusedshard.options import check_hyperparameters
+from fusedshard.params import in_storage_order, is_wrapper, parameter_labels
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+MAX_STEP = 2.0**53  # up to which a double counts
 
 
 def full_moments(
@@ -58,6 +61,29 @@ def store_moments(
                 owned.narrow(0, piece.owned_start, piece.length).copy_(stretch)
 
 
+def fill_in(packed: dict[str, Any], moments: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+    """Replace this rank's pieces in a packed state dict by whole moments, and whatever else it
+    holds of the optimizer by copies in host memory. Where a group has amsgrad, every state has its
+    third moment: zero, if the parameter had no gradient since it was switched on."""
+    for group in packed["param_groups"]:
+        for index in group["params"]:
+            state = packed["state"].get(index)
+            if not state:
+                continue
+            whole = moments.get(index, {})
+            names = dict.fromkeys([*state, *(MOMENTS if group["amsgrad"] else ())])
+            packed["state"][index] = {
+                name: whole[name] if name in whole else _on_host(state, name) for name in names
+            }
+
+
+def _on_host(state: Mapping[str, Any], name: str) -> Any:
+    if name not in state:
+        return torch.zeros_like(state["exp_avg"], device="cpu")
+    value = state[name]
+    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
 def check_fits(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError, naming the group or parameter, where a state dict cannot be loaded."""
     for key in ("state", "param_groups"):
@@ -76,42 +102,44 @@ def check_fits(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
                 f"group {number}: got {len(saved['params'])} parameters in the state dict, "
                 f"wanted {len(group['params'])}"
             )
+        check_hyperparameters({**group, **saved})
         for key, param in zip(saved["params"], group["params"], strict=True):
-            # The dict's own amsgrad wins, as all its hyperparameters do.
-            amsgrad = saved.get("amsgrad", group["amsgrad"])
-            _check_state(next(labels), state_dict["state"].get(key), param, amsgrad)
+            _check_state(next(labels), state_dict["state"].get(key), param)
 
 
 def describe_content(state_dict: Mapping[str, Any]) -> str:
     """What must be the same in every rank's dict, short of the values: hyperparameters, steps,
     and which parameters have which state."""
     groups = [
-        [str(group.get(name)) for name in ("params", *HYPERPARAMETERS)]
+        [repr(plain(group.get(name))) for name in ("params", *HYPERPARAMETERS)]
         for group in state_dict["param_groups"]
     ]
     states = sorted(
         (key, float(state["step"]), sorted(state))
         for key, state in state_dict["state"].items()
-        if state
+        if isinstance(key, int) and state  # beside a user's own entries
     )
     return hashlib.sha256(repr((groups, states)).encode()).hexdigest()
 
 
-def _check_state(
-    label: str, state: Mapping[str, Any] | None, param: torch.Tensor, amsgrad: bool
-) -> None:
+def _check_state(label: str, state: Mapping[str, Any] | None, param: torch.Tensor) -> None:
     if not state:
         return
-    for name in ("step", *(MOMENTS if amsgrad else MOMENTS[:2])):
+    # Without max_exp_avg_sq amsgrad begins at zero, as where it is switched on later.
+    for name in ("step", *MOMENTS[:2]):
         if name not in state:
             raise ValueError(f"{label}: {name} is missing in the state dict")
     step = float(state["step"])
-    if not (step >= 0 and step == int(step)):
-        raise ValueError(f"{label}: step is {step} in the state dict, wanted an integer from 0")
+    if not (0 <= step <= MAX_STEP and step.is_integer()):
+        raise ValueError(
+            f"{label}: step is {step} in the state dict, wanted an integer from 0 to 2^53"
+        )
     for name in MOMENTS:
         if name in state and not isinstance(state[name], torch.Tensor):
             kind = type(state[name]).__name__
             raise ValueError(f"{label}: {name} is a {kind} in the state dict, wanted a tensor")
+        if name in state and (state[name].layout != torch.strided or is_wrapper(state[name])):
+            raise ValueError(f"{label}: {name} is no plain dense tensor in the state dict")
         if name in state and state[name].shape != param.shape:
             raise ValueError(
                 f"{label}: {name} has shape {tuple(state[name].shape)} in the state dict, "

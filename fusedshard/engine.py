@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -98,12 +99,7 @@ class Engine(Holdings):
 
     def _marks(self) -> list[tuple[int, int, int]]:
         """What tells whether a gradient is still the one it was."""
-        return [
-            (0, 0, 0)
-            if (grad := param.grad) is None
-            else (id(grad), grad.data_ptr(), grad._version)
-            for param in self.params
-        ]
+        return [_mark(param.grad) for param in self.params]
 
     def gradient_norm(self, norm_type: float, params: Collection[int] | None) -> torch.Tensor:
         """Norm of the averaged gradient (of some parameters), as far as it was scaled: fp64, on
@@ -195,9 +191,7 @@ class Engine(Holdings):
         """Average in place, in replicated mode, or into this rank's shards. Collective."""
         buckets = self._used_buckets(used)
         if not self._sharded:
-            for index, param in enumerate(self.params):
-                if used[index] and grads[index] is None:
-                    grads[index] = torch.zeros_like(param)
+            self._separate(grads, used)
         self._packing.point_at_params(gradient_addresses(grads))
         self._packing.upload()
         if self._sharded:
@@ -208,6 +202,17 @@ class Engine(Holdings):
             if grad is not None and grad is not param.grad:
                 store_gradient(param, grad)
 
+    def _separate(self, grads: list[torch.Tensor | None], used: Sequence[int]) -> None:
+        """Memory for the mean of each used parameter: where this rank has no gradient, or two
+        parameters have one tensor as theirs."""
+        owners = Counter(grad.untyped_storage().data_ptr() for grad in grads if grad is not None)
+        for index, param in enumerate(self.params):
+            grad = grads[index]
+            if grad is None:
+                grads[index] = torch.zeros_like(param) if used[index] else None
+            elif owners[grad.untyped_storage().data_ptr()] > 1:
+                grads[index] = grad.clone()
+
     def _used_buckets(self, used: Sequence[int]) -> list[BucketMemory]:
         """The buckets that hold a used parameter, in the order of exchange."""
         return [
@@ -216,3 +221,10 @@ class Engine(Holdings):
             for bucket in flat.buckets
             if any(used[segment.param] for segment in bucket.segments)
         ]
+
+
+def _mark(grad: torch.Tensor | None) -> tuple[int, int, int]:
+    if grad is None:
+        return 0, 0, 0
+    # Tensors of inference mode count no versions.
+    return id(grad), grad.data_ptr(), -1 if grad.is_inference() else grad._version

@@ -61,7 +61,7 @@ def describe(
     ]
     settings = [f"{key}={value!r}" for key, value in sorted(options.items())]
     hyper = [
-        f"param_groups[{index}]['{key}']={_plain(group[key])!r}"
+        f"param_groups[{index}]['{key}']={plain(group[key])!r}"
         for index, group in enumerate(groups)
         for key in HYPERPARAMETERS
     ]
@@ -104,5 +104,8 @@ def _describe_param(param: torch.Tensor) -> str:
     return f"{kind}, shape {tuple(param.shape)}, strides {tuple(param.stride())}{frozen}"
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+def plain(value: Any) -> Any:
+    """A hyperparameter as numbers, since a tensor's text names its device and rounds."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return tuple(map(plain, value)) if isinstance(value, (tuple, list)) else value

@@ -15,6 +15,7 @@ from fusedshard.layout import Layout, Segment, build_layout
 from fusedshard.options import ParallelOptions
 from fusedshard.params import (
     KEEP_PARAMETERS,
+    check_apart,
     check_form,
     check_param,
     form_of,
@@ -64,6 +65,10 @@ class Holdings:
         self._make_tables()
         self._make_room_for_amsgrad([bool(group["amsgrad"]) for group in groups])
 
+    def labelled_params(self) -> list[tuple[str, torch.Tensor]]:
+        """All parameters with their names for messages."""
+        return list(zip(self._labels, self.params, strict=True))
+
     def set_steps(self, steps: torch.Tensor) -> None:
         """Replace the step counts (int64, one a parameter) and their fp32 mirror: in place where
         they are as many, for the sake of CUDA graphs."""
@@ -107,6 +112,9 @@ class Holdings:
             for index in new:  # alike on all ranks, as their forms are
                 param = self.params[index]
                 check_param(self._labels[index], param, self.device or param.device)
+            everyone = self.labelled_params()
+            others = [pair for index, pair in enumerate(everyone) if index not in new]
+            check_apart([everyone[index] for index in new], others)
             self._adopt(new)
             self._make_tables()
 

@@ -272,6 +272,7 @@ class CudaBackend:
         for start, stop in tables.stretches_to_send():
             to, words = tables.device_words[start:stop], tables.words[start:stop]
             self._functions.write_words(to.data_ptr(), words.data_ptr(), stop - start, *where)
+        tables.note_sent()  # not before: where a launch fails, all of it is sent again
         for group, column, value in tables.device_scalars:
             tables.device_groups[group, column].copy_(value.reshape(()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -113,8 +113,10 @@ class Adam(ShardedOptimizer):
             error = caught
         groups = getattr(self, "param_groups", [])
         agree_on_groups(comm, error, self._options.described(), groups)
-        self._engine = Engine(comm, self._options)
-        self._engine.admit(self.param_groups)
+        with torch.inference_mode(False):  # what is made here outlives it
+            engine = Engine(comm, self._options)
+            engine.admit(self.param_groups)
+        self._engine = engine
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch. Collective, once the optimizer is built.
@@ -131,7 +133,8 @@ class Adam(ShardedOptimizer):
         error = None
         try:
             super().add_param_group(param_group)
-            check_groups(self.param_groups[before:], first, self._engine.device)
+            known_params = self._engine.labelled_params()
+            check_groups(self.param_groups[before:], first, self._engine.device, known_params)
         except Exception as caught:  # as in the constructor
             error = caught
         try:
@@ -140,7 +143,8 @@ class Adam(ShardedOptimizer):
         except Exception:  # whatever it was, the group must be on no rank
             del self.param_groups[before:]
             raise
-        self._engine.admit(self.param_groups)
+        with torch.inference_mode(False):
+            self._engine.admit(self.param_groups)
         known = [i for i, param in enumerate(self._engine.params) if param in self.state]
         self._show_state(known, renew=True)
 
@@ -156,6 +160,7 @@ class Adam(ShardedOptimizer):
         return self._built.memory()
 
     @torch.compiler.disable
+    @torch.inference_mode(False)  # what is made here outlives it
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Average the gradients, update the parameters, and give every rank all of them.
@@ -177,13 +182,17 @@ class Adam(ShardedOptimizer):
 
         Raises:
             RuntimeError: on every rank, with no parameter and no state changed, where a gradient
-                of any rank is sparse, or a parameter was moved or cast since construction.
+                of any rank is sparse, or a parameter was moved or cast since construction. What a
+                rank's closure raises is raised there, and quoted on the others.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        found_inf, groups = self._apply_scaler()
+        loss, error = None, None
+        try:
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+        except Exception as caught:  # the other ranks wait for this one
+            error = caught
+        found_inf, groups = self._apply_scaler(error)
         used = self._built.update(groups, found_inf)
         self._show_state(index for index, is_used in enumerate(used) if is_used)
         return loss
@@ -198,7 +207,7 @@ class Adam(ShardedOptimizer):
         try:
             _check_capture(self)
             engine.check_unchanged(self.param_groups)
-            groups = [_scalars(group, engine.device) for group in self.param_groups]
+            groups = [GroupScalars.of(group, engine.device) for group in self.param_groups]
         except Exception as caught:  # as in the constructor
             error = error or caught
         engine.average_gradients(groups, scaling, error)
@@ -219,7 +228,9 @@ class Adam(ShardedOptimizer):
             self._built.scale_gradients(inv_scale.to(torch.float64), None)
         self._scaler_agrees = True
 
-    def _apply_scaler(self) -> tuple[torch.Tensor | None, list[GroupScalars]]:
+    def _apply_scaler(
+        self, error: Exception | None
+    ) -> tuple[torch.Tensor | None, list[GroupScalars]]:
         """Average the gradients, and unscale them where a scaler has left the scale to do so.
 
         torch's scalers set ``grad_scale`` and ``found_inf`` around `step`. Only where ours has
@@ -238,12 +249,13 @@ class Adam(ShardedOptimizer):
                     "fusedshard.GradScaler",
                     stacklevel=4,
                 )
-        groups = self._average_gradients(scaling=scaling)
+        groups = self._average_gradients(error, scaling)
         if grad_scale is not None:
             self._built.scale_gradients(grad_scale.to(torch.float64).reciprocal(), None)
         self._scaler_agrees = False
         return found_inf, groups
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def synchronize(self) -> None:
         """Average the gradients now; `step` does not do so again unless they change. Collective.
@@ -256,6 +268,7 @@ class Adam(ShardedOptimizer):
         """
         self._average_gradients()
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -373,26 +386,3 @@ _check_capture: Callable[[torch.optim.Optimizer], None] = (
     getattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", None)
     or torch.optim.Optimizer._cuda_graph_capture_health_check
 )
-
-
-def _scalars(group: Mapping[str, Any], device: torch.device | None) -> GroupScalars:
-    """A group's hyperparameters as they are now: users and schedulers change them at will.
-
-    Tensors on the parameters' GPU are left for the kernels to read.
-    """
-
-    def scalar(value: Any) -> Any:
-        on_device = isinstance(value, torch.Tensor) and value.device == device
-        return value if on_device and value.device.type != "cpu" else float(value)
-
-    beta1, beta2 = group["betas"]
-    return GroupScalars(
-        lr=scalar(group["lr"]),
-        beta1=scalar(beta1),
-        beta2=scalar(beta2),
-        eps=float(group["eps"]),
-        weight_decay=float(group["weight_decay"]),
-        decoupled=bool(group["decoupled_weight_decay"]),
-        amsgrad=bool(group["amsgrad"]),
-        maximize=bool(group["maximize"]),
-    )

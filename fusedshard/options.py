@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedshard.params import check_params
+from fusedshard.params import Labelled, check_params
 
 MODES = ("sharded", "replicated")
 REDUCTIONS = ("auto", "ordered", "backend")
@@ -74,13 +74,17 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
 
 
 def check_groups(
-    groups: Sequence[Mapping[str, Any]], first: int = 0, device: torch.device | None = None
+    groups: Sequence[Mapping[str, Any]],
+    first: int = 0,
+    device: torch.device | None = None,
+    known: Sequence[Labelled] = (),
 ) -> None:
     """Raise for param groups that cannot be taken: their parameters are numbered from ``first``
-    in messages, and those that train must lie on ``device``, or on one."""
+    in messages, and those that train must lie on ``device``, or on one, and apart from ``known``
+    ones."""
     for group in groups:
         check_hyperparameters(group)
-    check_params(groups, first, device)
+    check_params(groups, first, device, known)
 
 
 def _check_choice(name: str, got: str, allowed: tuple[str, ...]) -> None:

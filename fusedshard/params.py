@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -40,17 +39,25 @@ def parameter_labels(groups: Iterable[Mapping[str, Any]], first: int = 0) -> lis
     ]
 
 
+Labelled = tuple[str, torch.Tensor]
+
+
 def check_params(
-    groups: Sequence[Mapping[str, Any]], first: int, device: torch.device | None
+    groups: Sequence[Mapping[str, Any]],
+    first: int,
+    device: torch.device | None,
+    known: Sequence[Labelled] = (),
 ) -> None:
     """Raise, naming the parameter, for one that cannot be trained here, or lies on another device
-    than ``device`` (None: than the first one).
+    than ``device`` (None: than the first one), or shares memory with another or a ``known`` one.
 
-    Frozen parameters may be anything: `check_param` is for them when they thaw.
+    Frozen parameters may be anything, and share memory among each other: `check_param` and
+    `check_apart` are for them when they thaw.
     """
     labels = parameter_labels(groups, first)
     seen: set[torch.nn.Parameter] = set()
-    training: list[tuple[str, torch.nn.Parameter]] = []
+    training: list[Labelled] = []
+    others = list(known)
     for label, param in zip(labels, iterate_params(groups), strict=True):
         if param in seen:
             raise ValueError(f"{label}: got the same parameter twice in one group, wanted it once")
@@ -58,8 +65,8 @@ def check_params(
         if param.requires_grad:
             device = device or param.device
             check_param(label, param, device)
-            training.append((label, param))
-    _check_apart(training)
+        (training if param.requires_grad else others).append((label, param))
+    check_apart(training, others)
 
 
 def check_param(label: str, param: torch.Tensor, device: torch.device) -> None:
@@ -85,14 +92,31 @@ def check_param(label: str, param: torch.Tensor, device: torch.device) -> None:
         )
 
 
-def _check_apart(params: Sequence[tuple[str, torch.Tensor]]) -> None:
-    spans = [(p.data_ptr(), p.data_ptr() + p.nbytes, label) for label, p in params if p.numel()]
-    for (_, end, label), (start, _, other) in itertools.pairwise(sorted(spans)):
-        if start < end:
+def check_apart(moving: Sequence[Labelled], others: Sequence[Labelled]) -> None:
+    """Raise ValueError where a parameter that moves into flat memory shares its memory with another
+    that does, or with one of ``others``."""
+    spans = [(*_span(param), label, True) for label, param in moving if param.numel()]
+    spans += [
+        (*_span(param), label, False)
+        for label, param in others
+        if param.numel() and not is_wrapper(param) and param.layout == torch.strided
+    ]
+    end, last, last_moves = 0, "", False
+    for start, stop, label, moves in sorted(spans):
+        if start < end and (moves or last_moves):
             raise ValueError(
-                f"{other}: shares memory with {label}, which flat memory would end: to tie "
+                f"{label}: shares memory with {last}, which flat memory would end: to tie "
                 "weights, use one Parameter object in both places"
             )
+        if stop > end:
+            end, last, last_moves = stop, label, moves
+
+
+def _span(param: torch.Tensor) -> tuple[int, int]:
+    """Addresses of the first element and behind the last."""
+    reach = sum(s * (n - 1) for s, n in zip(param.stride(), param.size(), strict=True))
+    start = param.data_ptr()
+    return start, start + (reach + 1) * param.element_size()
 
 
 def form_of(param: torch.Tensor) -> tuple[torch.dtype, torch.Size, tuple[int, ...]]:
@@ -145,8 +169,10 @@ def dense_gradient(label: str, param: torch.Tensor) -> torch.Tensor | None:
             f"{label}: got a gradient of shape {tuple(grad.shape)} on {grad.device}, wanted "
             f"{tuple(param.shape)} on {param.device}"
         )
-    # Kernels read memory: a lazily negated view holds other values than it shows.
-    if grad.stride() == param.stride() and grad.dtype == param.dtype and not grad.is_neg():
+    # Kernels read memory: a lazily negated view holds other values than it shows, and a tensor of
+    # efficient zeros none.
+    in_memory = not grad.is_neg() and not grad._is_zerotensor()
+    if grad.stride() == param.stride() and grad.dtype == param.dtype and in_memory:
         return grad
     return torch.empty_strided(
         param.size(), param.stride(), dtype=param.dtype, device=param.device

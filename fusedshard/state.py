@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -67,14 +66,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         moments = self._built.full_moments(keep=not rank0_only or self._built.comm.rank == 0)
         if rank0_only and self._built.comm.rank != 0:
             return {}
-        packed = super().state_dict()
-        for index, state in packed["state"].items():
-            whole = moments.get(index, {})
-            packed["state"][index] = {
-                name: whole[name] if name in whole else _on_host(value)
-                for name, value in state.items()
-            }
-        return packed
+
+        def fill_in(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+            checkpoint.fill_in(packed, moments)
+
+        # The first hook after torch has packed it: the user's own see the whole state.
+        handle = self.register_state_dict_post_hook(fill_in, prepend=True)
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `full_state_dict` or torch.optim.Adam(W)'s ``state_dict`` gave, at any world
@@ -87,12 +88,39 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 or the parameter is named, with both shapes), or the ranks bring dicts that differ
                 in their groups, steps, or in which parameters have state.
         """
+        agreed = False
+
+        def check(optimizer: torch.optim.Optimizer, mended: dict[str, Any]) -> None:
+            nonlocal agreed
+            agreed = True
+            self._agree_on_state_dict(mended)
+
         # Registered now, it runs after all hooks of the user's, which may mend the dict.
-        check = self.register_load_state_dict_pre_hook(_check_state_dict)
+        handle = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(state_dict)
+        except Exception as error:  # the other ranks wait in the check
+            if not agreed:
+                self._agree_on_state_dict(None, error)
+            raise
         finally:
-            check.remove()
+            handle.remove()
+
+    def _agree_on_state_dict(
+        self, state_dict: dict[str, Any] | None, error: Exception | None = None
+    ) -> None:
+        """Raise on every rank if a rank's dict does not fit, or the ranks bring different ones."""
+        content = ""
+        try:
+            if state_dict is not None:
+                checkpoint.check_fits(state_dict, self.param_groups)
+                content = checkpoint.describe_content(state_dict)
+        except Exception as caught:  # as in the constructor
+            error = caught
+        answers = self._built.comm.gather_objects((describe_error(error), content))
+        raise_shared(error, [failure for failure, _ in answers])
+        if len({content for _, content in answers}) > 1:
+            raise ValueError("state_dict: the ranks bring different ones")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what torch's ``load_state_dict`` has put together."""
@@ -104,7 +132,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group["decoupled_weight_decay"] = True
         params = self._built.params
         loaded = {i: state["state"][p] for i, p in enumerate(params) if state["state"].get(p)}
-        self._built.load(loaded)
+        with torch.inference_mode(False):
+            self._built.load(loaded)
         self.state.clear()
         self._show_state(loaded, renew=True)
 
@@ -113,24 +142,3 @@ class ShardedOptimizer(torch.optim.Optimizer):
             f"{type(self).__name__} cannot be pickled or copied: save full_state_dict() and load "
             "it into a new optimizer"
         )
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    return copy.deepcopy(value)
-
-
-def _check_state_dict(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Raise on every rank if a rank's dict does not fit, or the ranks bring different ones."""
-    assert isinstance(optimizer, ShardedOptimizer)
-    error, content = None, ""
-    try:
-        checkpoint.check_fits(state_dict, optimizer.param_groups)
-        content = checkpoint.describe_content(state_dict)
-    except Exception as caught:  # as in the constructor
-        error = caught
-    answers = optimizer._built.comm.gather_objects((describe_error(error), content))
-    raise_shared(error, [failure for failure, _ in answers])
-    if len({content for _, content in answers}) > 1:
-        raise ValueError("state_dict: the ranks bring different ones")

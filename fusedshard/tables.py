@@ -7,8 +7,8 @@ memory, where it is brought up to date before the kernels of a step are launched
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,6 +33,29 @@ class GroupScalars(NamedTuple):
     decoupled: bool
     amsgrad: bool
     maximize: bool
+
+    @staticmethod
+    def of(group: Mapping[str, Any], device: torch.device | None) -> GroupScalars:
+        """A param group's values as they are now: users and schedulers change them at will.
+
+        Tensors on ``device``, the parameters', are left for the kernels to read there.
+        """
+
+        def scalar(value: Any) -> Any:
+            on_device = isinstance(value, torch.Tensor) and value.device == device
+            return value if on_device and value.device.type != "cpu" else float(value)
+
+        beta1, beta2 = group["betas"]
+        return GroupScalars(
+            lr=scalar(group["lr"]),
+            beta1=scalar(beta1),
+            beta2=scalar(beta2),
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
+            decoupled=bool(group["decoupled_weight_decay"]),
+            amsgrad=bool(group["amsgrad"]),
+            maximize=bool(group["maximize"]),
+        )
 
     def on_host(self) -> tuple[float, ...]:
         """The values, with NaN for what only the device knows."""
@@ -144,15 +167,16 @@ class StepTables:
         self._backend.upload(self)
 
     def stretches_to_send(self) -> list[tuple[int, int]]:
-        """``(start, stop)`` of the words that differ from those on the device, which count as
-        sent with this call."""
+        """``(start, stop)`` of the words that differ from those on the device."""
         if self._sent is None or self.replayed:
-            self._sent = self.words.clone()
             return [(0, len(self.words))] if len(self.words) else []
         changed = self.words != self._sent
-        self._sent.copy_(self.words)
         blocks = (changed.nonzero().flatten() // _BLOCK).unique().tolist()
         return [(b * _BLOCK, min((b + 1) * _BLOCK, len(self.words))) for b in blocks]
+
+    def note_sent(self) -> None:
+        """The device's words are these."""
+        self._sent = self.words.clone()
 
 
 def integers(values: Sequence[int]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -141,6 +142,22 @@ def _missing_moment(state: dict[str, Any]) -> None:
     del state["state"][0]["exp_avg_sq"]
 
 
+def _sparse_moment(state: dict[str, Any]) -> None:
+    state["state"][1]["exp_avg"] = state["state"][1]["exp_avg"].to_sparse()
+
+
+def _endless_step(state: dict[str, Any]) -> None:
+    state["state"][0]["step"] = torch.tensor(float("inf"))
+
+
+def _huge_step(state: dict[str, Any]) -> None:
+    state["state"][0]["step"] = 1e30
+
+
+def _one_beta(state: dict[str, Any]) -> None:
+    state["param_groups"][0]["betas"] = (0.9,)
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("on_all", [True, False])
 @pytest.mark.parametrize(
@@ -151,6 +168,10 @@ def _missing_moment(state: dict[str, Any]) -> None:
         (_one_param_fewer, "group 0: got 1 parameters in the state dict, wanted 2"),
         (_transposed, "parameter 1: exp_avg has shape (3, 2) in the state dict, wanted (2, 3)"),
         (_missing_moment, "parameter 0: exp_avg_sq is missing"),
+        (_sparse_moment, "parameter 1: exp_avg is no plain dense tensor"),
+        (_endless_step, "parameter 0: step is inf in the state dict, wanted an integer from 0"),
+        (_huge_step, "parameter 0: step is 1e+30 in the state dict, wanted an integer from 0"),
+        (_one_beta, "betas: got (0.9,), wanted two numbers"),
     ],
 )
 def test_ckp_07_a_checkpoint_that_does_not_fit(
@@ -240,6 +261,87 @@ def _reload_own(rank: Rank) -> Any:
     assert all(state["exp_avg"].any() for state in expected["state"].values())
     optimizer.load_state_dict(optimizer.state_dict())
     return optimizer.state_dict(), expected
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_amsgrad_switched_on_between_two_uses(ranks: RankPool, mode: str) -> None:
+    """A parameter without gradient since then has a third moment of zero in the state dict, which
+    torch takes as well; loaded from one that has none, it begins at zero."""
+    for third, next_steps in ranks.run(2, _amsgrad_later, mode):
+        assert third == [True, False]
+        assert_same_bits(next_steps[0], next_steps[1])
+        torch.testing.assert_close(next_steps[0], next_steps[2], rtol=0, atol=1e-6)
+
+
+def _amsgrad_later(rank: Rank, mode: str) -> Any:
+    def build(params: Any, state: Any) -> Any:
+        optimizer = fusedshard.Adam(params, mode=mode, process_group=rank.group, amsgrad=True)
+        optimizer.load_state_dict(state)
+        return optimizer
+
+    params = make_params([(40,), (30,)])
+    optimizer = fusedshard.Adam(params, mode=mode, process_group=rank.group)
+    for used in ((0, 1), (0,)):
+        for param in params:
+            param.grad = None
+        for index in used:
+            params[index].grad = torch.linspace(-1, 1, params[index].numel())
+        optimizer.step()
+        optimizer.param_groups[0]["amsgrad"] = True
+    state = optimizer.full_state_dict()
+    third = [bool(state["state"][i]["max_exp_avg_sq"].any()) for i in range(2)]
+    without = copy.deepcopy(state)
+    del without["state"][1]["max_exp_avg_sq"]
+    results = []
+    for kind in ("ours", "ours without", "torch"):
+        copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        if kind == "torch":
+            again: Any = torch.optim.Adam(copies, amsgrad=True)
+            again.load_state_dict(state)
+        else:
+            again = build(copies, without if kind == "ours without" else state)
+        for param in copies:
+            param.grad = torch.linspace(-1, 1, param.numel())
+        again.step()
+        results.append([p.detach() for p in copies])
+    return third, results
+
+
+def test_hooks_see_the_whole_state(ranks: RankPool) -> None:
+    for shapes, extra, kept in ranks.run(2, _hooks_on_full_state):
+        assert shapes == [(100,), (100,)] and extra == "mine" and kept == 7.0
+
+
+def _hooks_on_full_state(rank: Rank) -> Any:
+    (param,) = make_params([(100,)])
+    optimizer = fusedshard.AdamW([param], process_group=rank.group)
+    param.grad = torch.ones(100)
+    optimizer.step()
+    shapes: list[tuple[int, ...]] = []
+
+    def look(optimizer: Any, packed: dict[str, Any]) -> None:
+        shapes.extend(tuple(packed["state"][0][n].shape) for n in ("exp_avg", "exp_avg_sq"))
+        packed["state"][0]["exp_avg"].fill_(7.0)
+
+    optimizer.register_state_dict_post_hook(look)
+    optimizer.register_state_dict_post_hook(lambda _, packed: {**packed, "extra": "mine"})
+    state = optimizer.full_state_dict()
+    return shapes, state["extra"], state["state"][0]["exp_avg"][0].item()
+
+
+def test_a_full_state_dict_is_no_larger_than_its_contents(tmp_path: Path) -> None:
+    """Each step count is a tensor of its own, not a view of all."""
+    params = make_params([(1,)] * 500)
+    optimizers = [kind(params) for kind in (fusedshard.AdamW, torch.optim.AdamW)]
+    sizes = []
+    for optimizer in optimizers:
+        for param in params:
+            param.grad = torch.ones(1)
+        optimizer.step()
+        state = getattr(optimizer, "full_state_dict", optimizer.state_dict)()
+        torch.save(state, tmp_path / "state.pt")
+        sizes.append((tmp_path / "state.pt").stat().st_size)
+    assert sizes[0] < 1.1 * sizes[1]
 
 
 def test_ckp_09_a_saved_parameter_is_no_larger_than_itself() -> None:

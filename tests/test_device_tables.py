@@ -59,9 +59,21 @@ def test_upload_sends_what_changed(backend: EmulatedBackend, control: Any) -> No
     tables.rows[499, 2] += 4  # in those from 2,880 on
     tables.used[499] = 0  # likewise from 3,360 on
     assert [start for start, _ in tables.stretches_to_send()] == [0, 2880, 3360]
-    tables.rows[0, 2] += 4
     tables.upload()
-    assert control.launch_count() == first + 1
+    assert control.launch_count() == first + 3
+    assert same_words(tables) and tables.stretches_to_send() == []
+
+
+def test_words_whose_upload_failed_are_sent_again(backend: EmulatedBackend, control: Any) -> None:
+    tables = many_tables([ADAM])
+    tables.upload()
+    tables.set_groups([ADAM._replace(lr=0.5)])
+    control.set_launch_error(9)
+    with pytest.raises(RuntimeError, match="CUDA kernel write_words"):
+        tables.upload()
+    assert not same_words(tables)
+    tables.upload()
+    assert same_words(tables)
 
 
 def test_a_graph_gets_all_words_and_so_do_steps_after_it(

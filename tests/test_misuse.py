@@ -196,6 +196,126 @@ def test_parameters_that_share_memory_are_refused() -> None:
     fusedshard.AdamW(parts)
 
 
+def test_a_frozen_parameter_that_shares_memory_is_refused() -> None:
+    base = torch.zeros(6)
+    moving = torch.nn.Parameter(base[:4])
+    frozen = torch.nn.Parameter(base[2:], requires_grad=False)
+    with pytest.raises(ValueError, match=r"parameter 1: shares memory with parameter 0"):
+        fusedshard.AdamW([moving, frozen])
+
+
+def test_frozen_parameters_that_share_memory_cannot_thaw() -> None:
+    base = torch.zeros(6)
+    params = [torch.nn.Parameter(base.view(-1), requires_grad=False) for _ in range(2)]
+    optimizer = fusedshard.AdamW([*make_params([(3,)]), *params])
+    params[1].requires_grad_(True)
+    params[1].grad = torch.ones(6)
+    with pytest.raises(ValueError, match=r"shares memory with parameter"):
+        optimizer.step()
+
+
+def test_a_late_view_of_a_known_parameter_is_refused() -> None:
+    (known,) = make_params([(6,)])
+    optimizer = fusedshard.AdamW([known])
+    with pytest.raises(ValueError, match=r"shares memory with parameter"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(known.data[:2])]})
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("mode", ["sharded", "replicated"])
+def test_two_parameters_with_one_gradient_tensor(ranks: RankPool, mode: str) -> None:
+    """On one rank; the means are of each parameter's own all the same."""
+    for first, second in ranks.run(2, _one_gradient_for_two, mode):
+        assert first == pytest.approx([0.15] * 3) and second == pytest.approx([0.45] * 3)
+
+
+def _one_gradient_for_two(rank: Rank, mode: str) -> list[list[float]]:
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = fusedshard.Adam(params, mode=mode, process_group=rank.group)
+    if rank.rank == 0:
+        params[0].grad = params[1].grad = torch.ones(3)
+    else:
+        params[0].grad, params[1].grad = torch.full((3,), 2.0), torch.full((3,), 8.0)
+    optimizer.step()
+    state = optimizer.full_state_dict()["state"]
+    return [state[i]["exp_avg"].tolist() for i in range(2)]
+
+
+def test_gradients_of_efficient_zeros_are_zeros() -> None:
+    (param,), (plain,) = make_params([(3,)]), make_params([(3,)])
+    param.grad, plain.grad = torch._efficientzerotensor(3), torch.zeros(3)
+    for p in (param, plain):
+        fusedshard.AdamW([p], weight_decay=0.5).step()
+    assert torch.equal(param, plain)
+
+
+def test_inference_mode_around_it_does_no_harm() -> None:
+    """What is made inside must be of use outside."""
+    (param,) = make_params([(3,)])
+    with torch.inference_mode():
+        optimizer = fusedshard.AdamW([param], amsgrad=True)
+        param.grad = torch.ones(3)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    param.grad = None
+    (2 * param).sum().backward()
+    assert param.grad is not None and param.grad.tolist() == [2.0] * 3
+    optimizer.step()
+    assert optimizer.state[param]["step"] == 2
+
+
+@pytest.mark.parametrize("how", ["no dict", "hook"])
+def test_a_load_that_fails_on_one_rank_raises_on_all(ranks: RankPool, how: str) -> None:
+    for rank, (text, same) in enumerate(ranks.run(3, _load_fails, how)):
+        assert same
+        assert ("on rank 1: " in text) == (rank != 1)
+
+
+def _load_fails(rank: Rank, how: str) -> tuple[str, bool]:
+    (param,) = make_params([(6,)])
+    optimizer = fusedshard.AdamW([param], process_group=rank.group)
+    param.grad = torch.ones(6)
+    optimizer.step()
+    state: Any = optimizer.full_state_dict()
+    if rank.rank == 1 and how == "no dict":
+        state = None
+    if rank.rank == 1 and how == "hook":
+
+        def refuse(*_: Any) -> None:
+            raise LookupError("not mine")
+
+        optimizer.register_load_state_dict_pre_hook(refuse)
+    before = optimizer.state[param]["exp_avg"].clone()
+    with pytest.raises((RuntimeError, AttributeError, LookupError)) as error:
+        optimizer.load_state_dict(state)
+    return str(error.value), torch.equal(optimizer.state[param]["exp_avg"], before)
+
+
+def test_hyperparameters_in_tensors_are_compared_as_numbers(ranks: RankPool) -> None:
+    """Their text would name a device and round to four digits."""
+    for text in ranks.run(2, _close_betas):
+        assert "0.9000001" in text and "rank 1 has" in text
+
+
+def _close_betas(rank: Rank) -> str:
+    beta = torch.tensor(0.9 + 1e-7 * rank.rank, dtype=torch.float64)
+    alike = (torch.tensor(0.9, dtype=torch.float64), torch.tensor(0.99, dtype=torch.float64))
+    fusedshard.Adam(make_params([(3,)]), betas=alike, process_group=rank.group)
+    with pytest.raises(ValueError) as error:
+        fusedshard.Adam(make_params([(3,)]), betas=(beta, alike[1]), process_group=rank.group)
+    return str(error.value)
+
+
+def test_a_users_own_state_does_not_stop_a_load() -> None:
+    (param,) = make_params([(3,)])
+    optimizer = fusedshard.AdamW([param])
+    param.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.state["global"] = 3  # type: ignore[index]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[param]["step"] == 1
+
+
 def test_wrapper_subclasses_are_refused() -> None:
     param = torch.nn.Parameter(TwoTensor(torch.ones(5), torch.ones(5)))
     with pytest.raises(TypeError, match=r"parameter 0: got a .* without memory of its own"):
