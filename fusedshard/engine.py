@@ -31,11 +31,13 @@ class Averaged(NamedTuple):
         grads: this rank's own, or in replicated mode the means.
         used: 1 for each parameter that has one on any rank, else 0.
         marks: to see whether they are still what they were.
+        factor: one fp64 element on the device that the update multiplies them by, or None.
     """
 
     grads: list[torch.Tensor | None]
     used: list[int]
     marks: list[tuple[int, int, int]]
+    factor: torch.Tensor | None = None
 
 
 class Engine(Holdings):
@@ -48,18 +50,33 @@ class Engine(Holdings):
     def __init__(self, comm: Communicator, options: ParallelOptions) -> None:
         super().__init__(comm, options)
         self._averaged: Averaged | None = None
-        self._turn = -1  # of the agreement to come
-        self.factor: torch.Tensor | None = None  # that the next update multiplies gradients by
+        self._turn = -1  # of the last agreement
+
+    def forget_gradients(self) -> None:
+        """What was averaged is of no use any more."""
+        self._averaged = None
+
+    @property
+    def was_scaled(self) -> bool:
+        """Whether the present gradients were averaged, and then clipped or unscaled."""
+        averaged = self._averaged
+        return averaged is not None and averaged.factor is not None and not self._changed()
 
     def average_gradients(
-        self, groups: Sequence[GroupScalars], scaling: str = "", error: Exception | None = None
+        self,
+        groups: Sequence[GroupScalars],
+        error: Exception | None = None,
+        *,
+        scaling: str = "",
+        final: bool = False,
     ) -> None:
         """Average the gradients over the ranks, unless they are those averaged last. Collective.
 
         Args:
             groups: hyperparameters of each param group.
-            scaling: as in `agreement.Status`.
             error: what is wrong on this rank already.
+            scaling: as in `agreement.Status`.
+            final: whether the update comes next, so that clipping cannot be repeated.
 
         Raises:
             RuntimeError: on every rank, with nothing changed, if one of them has an error, or
@@ -74,17 +91,17 @@ class Engine(Holdings):
                 grads = [dense_gradient(label, param) for label, param in labelled]
             except Exception as caught:  # the other ranks must learn of it
                 error = caught
-        changed = self._averaged is None or self._averaged.marks != self._marks()
+        changed = self._changed()
+        if final and changed and self._averaged and self._averaged.factor is not None:
+            error = error or RuntimeError(
+                "gradients: changed after clip_grad_norm_ or unscale_: call these after the last "
+                "backward(), and optimizer.zero_grad() where a step is left out"
+            )
         present = [grad is not None for grad in grads]
         self._turn += 1
         agreed = agree(self.comm, Status(error, groups, self._turn, scaling, present, changed))
         if not agreed.changed:
             return
-        if self.factor is not None:
-            raise RuntimeError(
-                "gradients: changed after clip_grad_norm_ was called: call it after the last "
-                "backward() before step()"
-            )
         if agreed.partly and not self._reduces:
             raise RuntimeError(
                 f"{self._labels[agreed.partly[0]]}: got a gradient on some ranks only, but "
@@ -96,6 +113,9 @@ class Engine(Holdings):
             with self.comm.stats.phase("exchange"):
                 self._reduce(grads, used)
         self._averaged = Averaged(grads, used, self._marks())
+
+    def _changed(self) -> bool:
+        return self._averaged is None or self._averaged.marks != self._marks()
 
     def _marks(self) -> list[tuple[int, int, int]]:
         """What tells whether a gradient is still the one it was."""
@@ -112,14 +132,15 @@ class Engine(Holdings):
         else:
             norm = norm_of_gradients(averaged.grads, params, norm_type)
         norm = norm.to(self.device or kernels.CPU)
-        return norm if self.factor is None else norm * self.factor
+        return norm if averaged.factor is None else norm * averaged.factor
 
     def scale_gradients(self, factor: torch.Tensor, params: Collection[int] | None) -> None:
         """Multiply the averaged gradients: all of them by way of the next update, or some at
         once."""
         averaged = self.averaged
         if params is None:
-            self.factor = factor if self.factor is None else self.factor * factor
+            product = factor if averaged.factor is None else averaged.factor * factor
+            self._averaged = averaged._replace(factor=product)
         elif self._reads_shards:
             scale_pieces(self._used_buckets(averaged.used), params, factor)
         else:
@@ -159,7 +180,7 @@ class Engine(Holdings):
         Returns:
             1 for each used parameter, 0 for each other.
         """
-        grads, used, _ = self.averaged
+        grads, used, _, factor = self.averaged
         self._make_room_for_amsgrad([group.amsgrad for group in groups])
         with self.comm.stats.phase("update"):
             if not self._reads_shards:
@@ -168,8 +189,8 @@ class Engine(Holdings):
             self._tables.set_groups(groups)
             self._tables.upload()
         grad_scale: float | torch.Tensor = self._reducer.shard_scale if self._reads_shards else 1.0
-        if self.factor is not None:
-            grad_scale = self.factor * grad_scale
+        if factor is not None:
+            grad_scale = factor * grad_scale
         pending = []
         for bucket in self._used_buckets(used):
             with self.comm.stats.phase("update"):
@@ -184,7 +205,7 @@ class Engine(Holdings):
         # The kernels wrote through raw pointers, which autograd does not see.
         changed = [self.params[index] for index, is_used in enumerate(used) if is_used]
         torch.autograd.graph.increment_version(changed)
-        self._averaged, self.factor = None, None
+        self._averaged = None
         return used
 
     def _reduce(self, grads: list[torch.Tensor | None], used: Sequence[int]) -> None:

@@ -198,7 +198,7 @@ class Adam(ShardedOptimizer):
         return loss
 
     def _average_gradients(
-        self, error: Exception | None = None, scaling: str = ""
+        self, error: Exception | None = None, *, scaling: str = "", final: bool = False
     ) -> list[GroupScalars]:
         """Collective; returns the hyperparameters, on which all ranks agree. ``error`` is what is
         wrong on this rank already, ``scaling`` what its loss scaler wants of the step."""
@@ -210,14 +210,14 @@ class Adam(ShardedOptimizer):
             groups = [GroupScalars.of(group, engine.device) for group in self.param_groups]
         except Exception as caught:  # as in the constructor
             error = error or caught
-        engine.average_gradients(groups, scaling, error)
+        engine.average_gradients(groups, error, scaling=scaling, final=final)
         return groups
 
     def _unscale(self, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
         """For `fusedshard.GradScaler`: average the gradients, see on all ranks whether they are
         finite, and multiply them by ``inv_scale``. Collective."""
         error = None
-        if self._built.factor is not None:
+        if self._built.was_scaled:
             error = RuntimeError(
                 "clip_grad_norm_: was called on scaled gradients: call scaler.unscale_(optimizer) "
                 "before it"
@@ -249,11 +249,16 @@ class Adam(ShardedOptimizer):
                     "fusedshard.GradScaler",
                     stacklevel=4,
                 )
-        groups = self._average_gradients(error, scaling)
+        groups = self._average_gradients(error, scaling=scaling, final=True)
         if grad_scale is not None:
             self._built.scale_gradients(grad_scale.to(torch.float64).reciprocal(), None)
         self._scaler_agrees = False
         return found_inf, groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. What was averaged, clipped or unscaled before is forgotten."""
+        super().zero_grad(set_to_none)
+        self._built.forget_gradients()
 
     @torch.inference_mode(False)
     @torch.no_grad()

@@ -257,9 +257,50 @@ def _change_after_clipping(rank: Rank, mode: str) -> bool:
     before = param.detach().clone()
     if rank.rank == 0:
         param.grad.mul_(2.0)
-    with pytest.raises(RuntimeError, match="changed after clip_grad_norm_ was called"):
+    with pytest.raises(RuntimeError, match="changed after clip_grad_norm_ or unscale_"):
         optimizer.step()
     return torch.equal(param, before) and not optimizer.state
+
+
+@each_world
+@pytest.mark.parametrize("clips_later", [True, False])
+def test_a_step_that_is_left_out_leaves_nothing_behind(
+    ranks: RankPool, world_size: int, mode: str, clips_later: bool
+) -> None:
+    """As scripts do where the norm is not finite: zero_grad, and on to the next batch."""
+    want = 0.05 if clips_later else 0.1
+    for norm, exp_avg in ranks.run(world_size, _leave_out, mode, clips_later):
+        assert norm == math.inf and exp_avg == pytest.approx([want], rel=1e-5)
+
+
+def _leave_out(rank: Rank, mode: str, clips_later: bool) -> tuple[float, list[float]]:
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = fusedshard.Adam([param], process_group=rank.group, mode=mode)
+    param.grad = torch.tensor([math.inf])
+    norm = optimizer.clip_grad_norm_(1.0).item()
+    optimizer.zero_grad()
+    param.grad = torch.ones(1)
+    if clips_later:
+        optimizer.clip_grad_norm_(0.5)
+    optimizer.step()
+    return norm, optimizer.full_state_dict()["state"][0]["exp_avg"].tolist()
+
+
+@each_mode
+def test_clipping_anew_takes_the_new_gradients(ranks: RankPool, mode: str) -> None:
+    """Also without zero_grad in between."""
+    assert ranks.run(2, _clip_anew, mode) == [[3.0, 5.0]] * 2
+
+
+def _clip_anew(rank: Rank, mode: str) -> list[float]:
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = fusedshard.Adam([param], process_group=rank.group, mode=mode)
+    norms = []
+    for value in (3.0, 5.0):
+        param.grad = torch.tensor([value])
+        norms.append(optimizer.clip_grad_norm_(1.0).item())
+    optimizer.step()
+    return norms
 
 
 @each_mode

@@ -219,6 +219,26 @@ def _plain_scaler(rank: Rank, mode: str, differ: bool) -> Any:
     return param.tolist(), scaler.get_scale(), texts
 
 
+@each_mode
+def test_a_step_left_out_after_unscale(ranks: RankPool, mode: str) -> None:
+    for value in ranks.run(2, _unscale_and_leave_out, mode):
+        assert value == pytest.approx(-0.75, abs=1e-6)
+
+
+def _unscale_and_leave_out(rank: Rank, mode: str) -> float:
+    param = torch.nn.Parameter(torch.zeros(1))
+    optimizer = fusedshard.Adam([param], lr=1.0, eps=1.0, process_group=rank.group, mode=mode)
+    scaler = new_scaler()
+    for step in range(2):
+        optimizer.zero_grad()
+        backward(scaler, [param], [torch.tensor([2.0 * (rank.rank + 1)])])
+        scaler.unscale_(optimizer)
+        if step == 1:
+            scaler.step(optimizer)
+        scaler.update()
+    return param.item()
+
+
 def test_other_optimizers_are_torchs_business() -> None:
     results = []
     for kind in (fusedshard.GradScaler, torch.amp.GradScaler):
