@@ -188,6 +188,50 @@ def test_a_step_does_not_wait_for_the_device(amsgrad: bool, lr_on_device: bool) 
     job.optimizer.step()
 
 
+@pytest.mark.usefixtures("no_synchronization")
+def test_clipping_and_scaling_do_not_wait_for_the_device() -> None:
+    job = Job(DEVICE)
+    scaler = fusedshard.GradScaler("cuda")
+    for step in range(2):
+        scale = scaler.scale(torch.ones((), device=DEVICE))
+        job.set_gradients(step)
+        for param in job.params:
+            if param.grad is not None:
+                param.grad.mul_(scale)
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        scaler.unscale_(job.optimizer)
+        job.optimizer.clip_grad_norm_(1.0)
+        scaler.step(job.optimizer)
+        scaler.update()
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("bad", [False, True], ids=["finite", "with inf"])
+def test_clipping_and_scaling_are_torchs(bad: bool) -> None:
+    ours, theirs = Job(DEVICE), Job(DEVICE, library=torch.optim, fused=True)
+    for job, scaler in (
+        (ours, fusedshard.GradScaler("cuda", init_scale=1024.0)),
+        (theirs, torch.amp.GradScaler("cuda", init_scale=1024.0)),
+    ):
+        for step in range(4):
+            scale = scaler.scale(torch.ones((), device=DEVICE))
+            job.set_gradients(step)
+            grads = [param.grad for param in job.params if param.grad is not None]
+            for grad in grads:
+                grad.mul_(scale)
+            if bad and step == 1:
+                grads[-1][1, 2, 3, 4] = float("inf")
+            scaler.unscale_(job.optimizer)
+            if job.ours:
+                job.optimizer.clip_grad_norm_(1.0)
+            else:
+                torch.nn.utils.clip_grad_norm_([p for p in job.params if p.numel()], 1.0)
+            scaler.step(job.optimizer)
+            scaler.update()
+        assert scaler.get_scale() == (512.0 if bad else 1024.0)
+    torch.testing.assert_close(list(ours.params), list(theirs.params), rtol=0, atol=1e-6)
+
+
 def test_deterministic_mode() -> None:
     ours, theirs = pair(amsgrad=True)
     torch.use_deterministic_algorithms(True)
