@@ -242,7 +242,7 @@ class Adam(ShardedOptimizer):
         if found_inf is not None and not self._scaler_agrees and self._built.comm.world_size > 1:
             scale = "unscaled" if grad_scale is None else f"scale {float(grad_scale)}"
             scaling = f"{scale}, found_inf {float(found_inf)}"
-            if not self._warned_of_scaler:
+            if self._options.grad_sync == "step" and not self._warned_of_scaler:
                 self._warned_of_scaler = True
                 warnings.warn(
                     "torch.amp.GradScaler looks at its own rank's gradients alone: use "
