@@ -2,7 +2,7 @@
 
 Which of torch's ways is used where is decided by measurement (benchmarks/bench_comm.py). On gloo a
 bucket is exchanged by pairs of isend and irecv: at 25 and 64 MiB they beat gloo's own
-ReduceScatter by 2.6 to 3.3 times and its AllGather by 1.3 to 3.3, and are about level with its
+ReduceScatter by 2.5 to 3.7 times and its AllGather by 1.3 to 2.9, and are about level with its
 all-to-all and broadcasts. NCCL's own collectives are used as they are.
 
 Whatever is handed to a transport must stay as it is until the result was waited for. On a GPU
