@@ -234,13 +234,29 @@ def run_ranks(settings: Settings, on_step: Callable[[Step], None]) -> list[dict[
     with tempfile.TemporaryDirectory(prefix="fusedshard-demo-") as folder:
         ranks: list[Rank] = []
         try:
-            start_ranks(ranks, settings, str(Path(folder) / "rendezvous"))
+            with temporary_files_in(folder):
+                start_ranks(ranks, settings, str(Path(folder) / "rendezvous"))
             return follow(ranks, on_step)
         finally:
             for rank in ranks:
                 rank.process.kill()
             for rank in ranks:
                 rank.process.join()
+
+
+@contextmanager
+def temporary_files_in(folder: str) -> Iterator[None]:
+    """For processes that are started inside: what torch makes in them as it is imported would else
+    stay behind where they are killed."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = folder
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 def start_ranks(ranks: list[Rank], settings: Settings, store_path: str) -> None:
