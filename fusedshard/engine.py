@@ -112,7 +112,8 @@ class Engine(Holdings):
         if self._reduces:
             with self.comm.stats.phase("exchange"):
                 self._reduce(grads, used)
-        self._averaged = Averaged(grads, used, self._marks())
+        # With the update next nobody asks whether they change.
+        self._averaged = Averaged(grads, used, [] if final else self._marks())
 
     def _changed(self) -> bool:
         return self._averaged is None or self._averaged.marks != self._marks()

@@ -169,8 +169,7 @@ TESTS = """
     @gpu
     def test_fails(): assert 1 == 2
     @gpu
-    @pytest.mark.skip(reason="no second card")
-    def test_skips(): pass
+    def test_skips(): pytest.skip("no second card")
     def test_elsewhere(): assert False
 """
 
