@@ -19,6 +19,7 @@ class Status(NamedTuple):
 
     Attributes:
         error: what is wrong on this rank already, or None.
+        call: the function that the ranks agree in.
         groups: hyperparameters of each param group.
         turn: how many agreements were before this one: ranks that call step() unequally often
             must not be taken for each other.
@@ -26,14 +27,17 @@ class Status(NamedTuple):
             is known that all ranks' scalers want the same.
         present: for each parameter whether this rank has a gradient of it.
         changed: whether any gradient is another one than was averaged last.
+        stale: for each bucket whether its gradients must be sent (again).
     """
 
     error: Exception | None
+    call: str
     groups: Sequence[GroupScalars]
     turn: int
     scaling: str
     present: Sequence[bool]
     changed: bool
+    stale: Sequence[bool]
 
 
 class Agreement(NamedTuple):
@@ -42,46 +46,62 @@ class Agreement(NamedTuple):
     Attributes:
         used: for each parameter 1 if any rank has a gradient of it, else 0.
         partly: the numbers of those that only some ranks have.
-        changed: whether gradients must be averaged anew.
+        changed: whether any rank's gradients are others than were averaged last.
+        stale: the numbers of the buckets that must be sent (again).
     """
 
     used: list[int]
     partly: list[int]
     changed: bool
+    stale: list[int]
 
 
 def agree(comm: Communicator, status: Status) -> Agreement:
     """Combine the ranks' views. Collective.
 
     Raises:
-        RuntimeError: on every rank, if one of them has an error, or the ranks' hyperparameters
-            or loss scalers differ. TypeError, ValueError: where that is the kind of a rank's error.
+        RuntimeError: on every rank, if one of them has an error, or the ranks' calls, or their
+            hyperparameters or loss scalers, differ. TypeError, ValueError: where that is the kind
+            of a rank's error.
     """
     if comm.world_size == 1:
         if status.error is not None:
             raise status.error
-        return Agreement([int(present) for present in status.present], [], status.changed)
+        return Agreement([int(present) for present in status.present], [], status.changed, [])
     known = [group.on_host() for group in status.groups]
-    digest = hashlib.sha256(repr((known, status.turn, status.scaling)).encode()).digest()[
-        :_DIGEST_BYTES
-    ]
-    row = [*digest, status.error is not None, status.changed, *status.present]
+    wanted = (status.call, status.turn, status.scaling, known)
+    digest = hashlib.sha256(repr(wanted).encode()).digest()[:_DIGEST_BYTES]
+    row = [*digest, status.error is not None, status.changed, *status.stale, *status.present]
     with comm.stats.phase("status"):
         rows = comm.gather_rows(torch.tensor(row, dtype=torch.uint8, device="cpu"))
         digests, flags = rows[:, :_DIGEST_BYTES], rows[:, _DIGEST_BYTES:]
-        failed, changed, *used = flags.amax(dim=0).tolist()
+        failed, changed, *anywhere = flags.amax(dim=0).tolist()
         if failed:
             comm.raise_everywhere(status.error)
         if bool((digests != digests[0]).any()):
-            everyone = comm.gather_objects((known, status.turn, status.scaling))
+            calls, turns, scalings, groups = zip(*comm.gather_objects(wanted), strict=True)
             raise RuntimeError(
-                _turn_difference([turn for _, turn, _ in everyone])
-                or _scaling_difference([scaling for _, _, scaling in everyone])
-                or _group_difference([groups for groups, _, _ in everyone])
+                _call_difference(calls)
+                or _turn_difference(turns)
+                or _scaling_difference(scalings)
+                or _group_difference(groups)
             )
-    everywhere = flags[:, 2:].amin(dim=0).tolist()
+    count = len(status.stale)
+    stale = [number for number, is_stale in enumerate(anywhere[:count]) if is_stale]
+    used, everywhere = anywhere[count:], flags[:, 2 + count :].amin(dim=0).tolist()
     partly = [i for i, (some, all_) in enumerate(zip(used, everywhere, strict=True)) if some > all_]
-    return Agreement(used, partly, bool(changed))
+    return Agreement(used, partly, bool(changed), stale)
+
+
+def _call_difference(by_rank: Sequence[str]) -> str:
+    """In words, which calls the ranks are in; empty where all are in one."""
+    if len(set(by_rank)) == 1:
+        return ""
+    calls = ", ".join(f"{call} on rank {rank}" for rank, call in enumerate(by_rank))
+    return (
+        "step: the ranks are in different calls, of which each must be made by all of them, and "
+        f"equally often: {calls}"
+    )
 
 
 def _turn_difference(by_rank: Sequence[int]) -> str:
@@ -90,8 +110,8 @@ def _turn_difference(by_rank: Sequence[int]) -> str:
         return ""
     counts = ", ".join(f"{turn} on rank {rank}" for rank, turn in enumerate(by_rank))
     return (
-        "step: the ranks have not called it (or clip_grad_norm_, synchronize, GradScaler.unscale_) "
-        f"equally often: calls before this one are {counts}"
+        "step: the ranks have not called it (or clip_grad_norm_, synchronize, GradScaler.unscale_, "
+        f"or backward in replicated mode) equally often: calls before this one are {counts}"
     )
 
 

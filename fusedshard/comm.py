@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fusedshard.pending import Pending, Watcher
 from fusedshard.stats import Stats
-from fusedshard.transport import Pending, Transport, choose_transport
+from fusedshard.transport import STATUS, Channel, GlooPairs, Transport, choose_transport
 
 T = TypeVar("T")
 
@@ -30,6 +31,8 @@ _SHARED_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, Runtim
 # Our own gloo connections beside each group we were given, so that buckets never interleave with
 # the user's collectives. Kept while the given group lives: they cost a rendezvous and threads.
 _connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+# How many optimizers have used each.
+_channels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class Communicator:
@@ -58,7 +61,13 @@ class Communicator:
         self.rank, self.world_size = dist.get_rank(self._given), dist.get_world_size(self._given)
         self._transports: dict[str, Transport] = {}
         if self.world_size > 1:
-            self._gloo = _connect(self._given)
+            self._channel = _new_channel(self._given)
+            self._control = GlooPairs(self._channel)
+
+    @property
+    def number(self) -> int:
+        """Of the optimizer among those on its group: the same on every rank."""
+        return self._channel.number
 
     def check_world(self) -> None:
         """Raise RuntimeError where torch.distributed came up only after a world of one rank was
@@ -78,6 +87,10 @@ class Communicator:
     def prefers_ordered(self, device: torch.device) -> bool:
         """Whether on ``device`` adding gradients ourselves is no slower than the backend's way."""
         return self.world_size == 1 or self._on(device).prefers_ordered
+
+    def overlaps(self, device: torch.device, *, ordered: bool) -> bool:
+        """Whether backward may start exchanges of gradients, added by us or by the backend."""
+        return self._on(device).overlaps(ordered=ordered)
 
     def exchange_chunks(
         self, send: torch.Tensor, receive: torch.Tensor
@@ -120,10 +133,11 @@ class Communicator:
 
     def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
         """A small all-gather: ``row`` is 1-D, the result (N, len(row)) in rank order."""
-        rows = row.new_empty(self.world_size * row.numel())
+        rows = row.new_empty(self.world_size, row.numel())
+        rows[self.rank] = row
         self.stats.count("status", (self.world_size - 1) * row.nbytes)
-        self._gloo._allgather_base(rows, row).wait()
-        return rows.view(self.world_size, -1)
+        self._control.all_gather_(rows.view(-1), STATUS).wait()
+        return rows
 
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's ``value`` (picklable), in rank order."""
@@ -145,7 +159,7 @@ class Communicator:
 
     def _on(self, device: torch.device) -> Transport:
         if device.type not in self._transports:
-            chosen = choose_transport(self._given, self._gloo, device)
+            chosen = choose_transport(self._given, self._channel, device)
             self._transports[device.type] = chosen
         return self._transports[device.type]
 
@@ -179,6 +193,17 @@ def _given_group(process_group: Any) -> Any:
             f"process_group: got {type(process_group).__name__}, wanted a ProcessGroup or None"
         )
     return process_group
+
+
+def _new_channel(given: Any) -> Channel:
+    """Tags of one's own on the connections beside ``given``. Collective over its ranks, which need
+    not have made equally many before, as where one of them failed."""
+    gloo = _connect(given)
+    counts = torch.zeros(gloo.size(), dtype=torch.int64, device="cpu")
+    gloo._allgather_base(counts, torch.tensor([_channels.get(given, 0)], device="cpu")).wait()
+    number = int(counts.amax())
+    _channels[given] = number + 1
+    return Channel(gloo, number, Watcher())
 
 
 def _connect(given: Any) -> Any:

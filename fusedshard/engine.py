@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import contextlib
+import weakref
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
 
 from fusedshard import kernels
-from fusedshard.agreement import Status, agree
+from fusedshard.agreement import Agreement, Status, agree
+from fusedshard.backward import BackwardHooks
 from fusedshard.clipping import (
     norm_of_gradients,
     norm_of_shards,
@@ -20,7 +23,7 @@ from fusedshard.comm import Communicator
 from fusedshard.flat import BucketMemory
 from fusedshard.holdings import Holdings
 from fusedshard.options import ParallelOptions
-from fusedshard.params import dense_gradient, in_storage_order, store_gradient
+from fusedshard.params import check_gradient, dense_gradient, in_storage_order
 from fusedshard.tables import GroupScalars, gradient_addresses, integers
 
 
@@ -28,16 +31,19 @@ class Averaged(NamedTuple):
     """Gradients that were averaged and not yet used.
 
     Attributes:
-        grads: this rank's own, or in replicated mode the means.
+        grads: the means, unless they are this rank's shards.
         used: 1 for each parameter that has one on any rank, else 0.
-        marks: to see whether they are still what they were.
+        present: for each parameter whether it has a gradient here.
         factor: one fp64 element on the device that the update multiplies them by, or None.
+        witness: where they were clipped or unscaled short of ``p.grad``: a parameter, and the
+            gradient that it had then, if it has one.
     """
 
     grads: list[torch.Tensor | None]
     used: list[int]
-    marks: list[tuple[int, int, int]]
+    present: list[bool]
     factor: torch.Tensor | None = None
+    witness: tuple[int, weakref.ref[torch.Tensor]] | None = None
 
 
 class Engine(Holdings):
@@ -50,77 +56,140 @@ class Engine(Holdings):
     def __init__(self, comm: Communicator, options: ParallelOptions) -> None:
         super().__init__(comm, options)
         self._averaged: Averaged | None = None
+        self._hooks: BackwardHooks | None = None
         self._turn = -1  # of the last agreement
+        self._failure: Exception | None = None  # of one in a backward, known to all ranks
+
+    def _choose_device(self, training: Sequence[torch.Tensor]) -> None:
+        super()._choose_device(training)
+        if self._hooks is None and self.device is not None and self._exchange.overlapped:
+            method = None if self._sharded else weakref.WeakMethod(self._end_backward)
+            self._hooks = BackwardHooks(self.comm.number, self._exchange, self.device, method)
+
+    def _make_tables(self) -> None:
+        super()._make_tables()
+        if self._hooks is not None:
+            self._hooks.attach()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._hooks is None else self._hooks.no_sync()
+
+    @property
+    def has_sent_by_backward(self) -> bool:
+        """Whether what backward sends is no more read from ``p.grad``."""
+        return self._exchange.overlapped and self._sharded
 
     def forget_gradients(self) -> None:
         """What was averaged is of no use any more."""
         self._averaged = None
-
-    @property
-    def was_scaled(self) -> bool:
-        """Whether the present gradients were averaged, and then clipped or unscaled."""
-        averaged = self._averaged
-        return averaged is not None and averaged.factor is not None and not self._changed()
+        self._exchange.forget()
 
     def average_gradients(
         self,
         groups: Sequence[GroupScalars],
         error: Exception | None = None,
         *,
+        call: str,
         scaling: str = "",
-        final: bool = False,
     ) -> None:
         """Average the gradients over the ranks, unless they are those averaged last. Collective.
 
         Args:
             groups: hyperparameters of each param group.
             error: what is wrong on this rank already.
+            call: the name of the function that all ranks are in.
             scaling: as in `agreement.Status`.
-            final: whether the update comes next, so that clipping cannot be repeated.
 
         Raises:
             RuntimeError: on every rank, with nothing changed, if one of them has an error, or
                 the ranks' hyperparameters differ, or gradients that are averaged already are
-                there on some ranks only, or gradients changed after they were clipped. TypeError,
-                ValueError: likewise, if a parameter that was frozen cannot be trained here.
+                there on some ranks only, or gradients were edited where that cannot be honoured.
+                TypeError, ValueError: likewise, if a parameter that was frozen cannot be trained
+                here.
         """
-        grads: list[torch.Tensor | None] = [None] * len(self.params)
-        if error is None:
-            try:
-                labelled = zip(self._labels, self.params, strict=True)
-                grads = [dense_gradient(label, param) for label, param in labelled]
-            except Exception as caught:  # the other ranks must learn of it
-                error = caught
-        changed = self._changed()
-        if final and changed and self._averaged and self._averaged.factor is not None:
-            error = error or RuntimeError(
-                "gradients: changed after clip_grad_norm_ or unscale_: call these after the last "
-                "backward(), and optimizer.zero_grad() where a step is left out"
-            )
-        present = [grad is not None for grad in grads]
+        known, self._failure = self._failure, None
+        if known is not None:
+            raise known
+        failure = self._exchange.complete()
+        present = [False] * len(self.params)
+        try:
+            labelled = zip(self._labels, self.params, strict=True)
+            present = [check_gradient(label, param) for label, param in labelled]
+        except Exception as caught:  # the other ranks must learn of it
+            failure = failure or caught
+        outlook = self._exchange.outlook()
+        averaged = self._averaged
+        changed = averaged is None or outlook.changed or present != averaged.present
+        error = error or failure or self._misuse(outlook.edited, changed=changed)
         self._turn += 1
-        agreed = agree(self.comm, Status(error, groups, self._turn, scaling, present, changed))
-        if not agreed.changed:
-            return
-        if agreed.partly and not self._reduces:
-            raise RuntimeError(
-                f"{self._labels[agreed.partly[0]]}: got a gradient on some ranks only, but "
-                'grad_sync="external" wants averaged ones, which are on every rank'
+        status = Status(error, call, groups, self._turn, scaling, present, changed, outlook.stale)
+        agreed = agree(self.comm, status)
+        if agreed.changed:
+            self._check_settled(agreed)
+            self._average(agreed)
+
+    def _misuse(self, edited: Sequence[int], *, changed: bool) -> Exception | None:
+        """What is wrong with gradients that were changed, where one cannot go by their new values:
+        where backward has sent them, or the factor is already chosen that they are to be scaled
+        by."""
+        if edited:
+            return RuntimeError(
+                f"{self._labels[edited[0]]}: its gradient was changed after backward had sent it "
+                "to be averaged: clip with optimizer.clip_grad_norm_, scale the loss with "
+                'fusedshard.GradScaler, and edit gradients under grad_sync="step" only'
             )
-        used = agreed.used
+        if changed and self._averaged is not None and self._averaged.witness is not None:
+            index, gradient = self._averaged.witness
+            if self.params[index].grad is gradient() is not None:
+                return RuntimeError(
+                    "gradients: changed after clip_grad_norm_ or unscale_: call these after the "
+                    "last backward(), and optimizer.zero_grad() where a step is left out"
+                )
+        return None
+
+    def _check_settled(self, agreed: Agreement) -> None:
+        """Averaged gradients are there on every rank or on none."""
+        if self._exchange.overlapped and not self._sharded and self._averaged is not None:
+            renewed = {i for number in agreed.stale for i in self._exchange.members[number]}
+            partly = [index for index in agreed.partly if index not in renewed]
+        else:
+            partly = [] if self._reduces else agreed.partly
+        if partly:
+            raise RuntimeError(
+                f"{self._labels[partly[0]]}: got a gradient on some ranks only, but averaged ones "
+                f'(grad_sync="{self._options.grad_sync}") are on every rank'
+            )
+
+    def _average(self, agreed: Agreement) -> None:
+        """Do what the ranks have agreed on. Collective."""
+        used, known = agreed.used, len(self._exchange.members)
         self._adopt_later([index for index, is_used in enumerate(used) if is_used])
         if self._reduces:
-            with self.comm.stats.phase("exchange"):
-                self._reduce(grads, used)
-        # With the update next nobody asks whether they change.
-        self._averaged = Averaged(grads, used, [] if final else self._marks())
+            members = self._exchange.members
+            numbers = (*agreed.stale, *range(known, len(members)))
+            self._exchange.run([n for n in numbers if any(used[i] for i in members[n])], used)
+        else:
+            self._exchange.note_present()
+        grads: list[torch.Tensor | None] = []
+        if not self._reads_shards:
+            grads = [dense_gradient(param) for param in self.params]
+        present = [param.grad is not None for param in self.params]
+        self._averaged = Averaged(grads, used, present)
 
-    def _changed(self) -> bool:
-        return self._averaged is None or self._averaged.marks != self._marks()
+    def _end_backward(self) -> None:
+        """Make ``p.grad`` the average before backward returns, as DDP does. Collective."""
+        try:
+            with torch.no_grad(), torch.inference_mode(False):
+                self.average_gradients((), call="backward")
+        except Exception as error:  # all ranks have it, and raise it at the next call
+            self._failure = error
 
-    def _marks(self) -> list[tuple[int, int, int]]:
-        """What tells whether a gradient is still the one it was."""
-        return [_mark(param.grad) for param in self.params]
+    def was_scaled(self) -> bool:
+        """Whether the present gradients were averaged, and then clipped or unscaled."""
+        if self._averaged is None or self._averaged.witness is None:
+            return False
+        index, gradient = self._averaged.witness
+        return self.params[index].grad is gradient() is not None
 
     def gradient_norm(self, norm_type: float, params: Collection[int] | None) -> torch.Tensor:
         """Norm of the averaged gradient (of some parameters), as far as it was scaled: fp64, on
@@ -129,7 +198,7 @@ class Engine(Holdings):
         if self._reads_shards:
             buckets = self._used_buckets(averaged.used)
             norm = norm_of_shards(buckets, params, norm_type, self.comm)
-            norm = norm * self._reducer.shard_scale
+            norm = norm * self._mean_scale
         else:
             norm = norm_of_gradients(averaged.grads, params, norm_type)
         norm = norm.to(self.device or kernels.CPU)
@@ -141,15 +210,27 @@ class Engine(Holdings):
         averaged = self.averaged
         if params is None:
             product = factor if averaged.factor is None else averaged.factor * factor
-            self._averaged = averaged._replace(factor=product)
+            self._averaged = averaged._replace(factor=product, witness=self._witness())
         elif self._reads_shards:
             scale_pieces(self._used_buckets(averaged.used), params, factor)
+            self._averaged = averaged._replace(witness=self._witness())
         else:
             for index in params:
                 grad = averaged.grads[index]
                 if grad is not None:
                     grad.mul_(factor.to(grad.dtype))
-            self._averaged = averaged._replace(marks=self._marks())
+            self._exchange.note_present(params & self._exchange.spans.keys())
+
+    @property
+    def _mean_scale(self) -> float:
+        """What turns averaged gradients, as they lie in memory, into means."""
+        return self._exchange.reducer.shard_scale if self._reads_shards else 1.0
+
+    def _witness(self) -> tuple[int, weakref.ref[torch.Tensor]] | None:
+        for index, param in enumerate(self.params):
+            if param.grad is not None:
+                return index, weakref.ref(param.grad)
+        return None
 
     @property
     def averaged(self) -> Averaged:
@@ -181,7 +262,7 @@ class Engine(Holdings):
         Returns:
             1 for each used parameter, 0 for each other.
         """
-        grads, used, _, factor = self.averaged
+        grads, used, _, factor, _ = self.averaged
         self._make_room_for_amsgrad([group.amsgrad for group in groups])
         with self.comm.stats.phase("update"):
             if not self._reads_shards:
@@ -189,7 +270,9 @@ class Engine(Holdings):
             self._tables.set_used(integers(used))
             self._tables.set_groups(groups)
             self._tables.upload()
-        grad_scale: float | torch.Tensor = self._reducer.shard_scale if self._reads_shards else 1.0
+        grad_scale: float | torch.Tensor = (
+            self._exchange.reducer.shard_scale if self._reads_shards else 1.0
+        )
         if factor is not None:
             grad_scale = factor * grad_scale
         pending = []
@@ -207,33 +290,10 @@ class Engine(Holdings):
         changed = [self.params[index] for index, is_used in enumerate(used) if is_used]
         torch.autograd.graph.increment_version(changed)
         self._averaged = None
+        self._exchange.next_cycle()
+        if self._hooks is not None:
+            self._hooks.next_cycle()
         return used
-
-    def _reduce(self, grads: list[torch.Tensor | None], used: Sequence[int]) -> None:
-        """Average in place, in replicated mode, or into this rank's shards. Collective."""
-        buckets = self._used_buckets(used)
-        if not self._sharded:
-            self._separate(grads, used)
-        self._packing.point_at_params(gradient_addresses(grads))
-        self._packing.upload()
-        if self._sharded:
-            self._reducer.reduce_to_shards(buckets)
-            return
-        self._reducer.reduce_in_place(buckets)
-        for param, grad in zip(self.params, grads, strict=True):
-            if grad is not None and grad is not param.grad:
-                store_gradient(param, grad)
-
-    def _separate(self, grads: list[torch.Tensor | None], used: Sequence[int]) -> None:
-        """Memory for the mean of each used parameter: where this rank has no gradient, or two
-        parameters have one tensor as theirs."""
-        owners = Counter(grad.untyped_storage().data_ptr() for grad in grads if grad is not None)
-        for index, param in enumerate(self.params):
-            grad = grads[index]
-            if grad is None:
-                grads[index] = torch.zeros_like(param) if used[index] else None
-            elif owners[grad.untyped_storage().data_ptr()] > 1:
-                grads[index] = grad.clone()
 
     def _used_buckets(self, used: Sequence[int]) -> list[BucketMemory]:
         """The buckets that hold a used parameter, in the order of exchange."""
@@ -243,10 +303,3 @@ class Engine(Holdings):
             for bucket in flat.buckets
             if any(used[segment.param] for segment in bucket.segments)
         ]
-
-
-def _mark(grad: torch.Tensor | None) -> tuple[int, int, int]:
-    if grad is None:
-        return 0, 0, 0
-    # Tensors of inference mode count no versions.
-    return id(grad), grad.data_ptr(), -1 if grad.is_inference() else grad._version

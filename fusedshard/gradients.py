@@ -10,8 +10,9 @@ bucket i+2 is packed, so memory stays bounded and one exchange runs while the ne
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,9 +20,12 @@ import torch
 from fusedshard import kernels
 from fusedshard.comm import Communicator
 from fusedshard.flat import BucketMemory
-from fusedshard.transport import Pending
+from fusedshard.pending import Pending
 
 LANES = 2
+
+# What happens to a bucket: each stage but the last ends with what has to arrive before the next.
+Stages = Iterator[Pending]
 
 
 @dataclass
@@ -41,109 +45,132 @@ class Lane:
         return self.memory[name].numel() if name in self.memory else 0
 
 
-@dataclass
-class InFlight:
-    """A bucket whose exchange was started."""
+class Flight:
+    """A bucket on its way.
 
-    bucket: BucketMemory
-    send: torch.Tensor
-    chunks: list[torch.Tensor]
-    pending: Pending
+    Attributes:
+        started: time.perf_counter() when its exchange was.
+        arrived: the same when the last of its stages could go on.
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages = stages
+        self._pending: Pending | None = next(stages)
+        self.started = self.arrived = time.perf_counter()
+
+    def watch(self) -> None:
+        """Before `advance`."""
+        if self._pending is not None:
+            self._pending.watch()
+
+    def advance(self) -> bool:
+        """Go as far as nothing has to be waited for; whether that is the end."""
+        while self._pending is not None and self._pending.arrived:
+            self._go_on()
+            self.watch()
+        return self._pending is None
+
+    def finish(self) -> None:
+        while self._pending is not None:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        assert self._pending is not None
+        self.arrived = self._pending.wait()
+        self._pending = next(self._stages, None)
 
 
 class GradientReducer:
-    """Averages gradients over the ranks of a group.
+    """Averages gradients over the ranks of a group, bucket by bucket.
 
     Args:
         comm: the group.
         ordered: True: the mean is ``(g_0 + g_1 + ...) / N``, added in rank order by our kernel,
             so it depends neither on the bucket size nor on the backend. False: the backend's
             ReduceScatter or AllReduce adds, in an order of its own.
+        in_place: False: what this rank owns goes to each bucket's ``reduced``: the mean once
+            multiplied by `shard_scale`. True: each gradient is overwritten by the mean, as DDP
+            does.
 
     Buckets' ``packing`` tables must point at this rank's gradients and be uploaded; a parameter
-    without one counts as zero.
+    without one counts as zero. Every rank starts the same buckets in the same order.
     """
 
-    def __init__(self, comm: Communicator, *, ordered: bool) -> None:
+    def __init__(self, comm: Communicator, *, ordered: bool, in_place: bool) -> None:
         self._comm = comm
         self._ordered = ordered
+        self._in_place = in_place
+        self._turn = 0
+        self._flights: deque[Flight] = deque()
         self.lanes = [Lane() for _ in range(LANES)]
 
     @property
     def shard_scale(self) -> float:
-        """What turns a shard that `reduce_to_shards` left into the mean: the update multiplies by
-        it, which spares a pass over the backend's sum."""
+        """What turns ``reduced`` into the mean: the update multiplies by it, which spares a pass
+        over the backend's sum."""
         return 1.0 if self._ordered else 1.0 / self._comm.world_size
 
-    def reduce_to_shards(self, buckets: Sequence[BucketMemory]) -> None:
-        """Leave what this rank owns in each bucket's ``reduced``: the mean once multiplied by
-        `shard_scale`. Collective.
+    def overlaps(self, device: torch.device) -> bool:
+        """Whether a bucket may be started while backward goes on."""
+        return self._comm.overlaps(device, ordered=self._ordered)
 
-        Args:
-            buckets: the same on every rank; each has a ``reduced`` array.
-        """
-        self._run(buckets, self._start_shard, self._finish_shard)
+    def has_room(self) -> bool:
+        """Whether `start` would not have to wait. For this every flight must be watched."""
+        if len(self._flights) == LANES and self._flights[0].advance():
+            self._land()
+        return len(self._flights) < LANES
 
-    def reduce_in_place(self, buckets: Sequence[BucketMemory]) -> None:
-        """Overwrite each gradient by the mean, as DDP does. Collective."""
-        self._run(buckets, self._start_full, self._finish_full)
+    def start(self, bucket: BucketMemory, *, watch: bool = False) -> None:
+        """Pack a bucket and start its exchange; wait for the one before the last, if need be."""
+        if len(self._flights) == LANES:
+            self._land()
+        # The first when none is in use, so that a single bucket needs no second one.
+        self._turn = (self._turn + 1) % LANES if self._flights else 0
+        stages = self._to_all if self._in_place else self._to_shard
+        flight = Flight(stages(bucket, self.lanes[self._turn]))
+        if watch:
+            flight.watch()
+        self._flights.append(flight)
 
-    def _run(
-        self,
-        buckets: Sequence[BucketMemory],
-        start: Callable[[InFlight, Lane], None],
-        finish: Callable[[InFlight], None],
-    ) -> None:
-        flights: deque[InFlight] = deque()
-        for index, bucket in enumerate(buckets):
-            if len(flights) == LANES:
-                finish(flights.popleft())
-            lane = self.lanes[index % LANES]
-            flight = self._pack(bucket, lane)
-            start(flight, lane)
-            flights.append(flight)
-        while flights:
-            finish(flights.popleft())
+    def finish(self) -> None:
+        """Wait for all that was started."""
+        while self._flights:
+            self._land()
 
-    def _pack(self, bucket: BucketMemory, lane: Lane) -> InFlight:
-        send = lane.buffer("send", bucket.layout.numel, bucket.param)
-        kernels.pack_(send, bucket.packing)
-        return InFlight(bucket, send, [], Pending())
+    def _land(self) -> None:
+        flight = self._flights.popleft()
+        flight.finish()
+        self._comm.stats.exchanges.append((flight.started, flight.arrived))
 
-    def _start_shard(self, flight: InFlight, lane: Lane) -> None:
-        if self._ordered:
-            self._start_exchange(flight, lane)
-        else:
-            assert flight.bucket.reduced is not None
-            flight.pending = self._comm.reduce_scatter(flight.send, flight.bucket.reduced)
-
-    def _finish_shard(self, flight: InFlight) -> None:
-        flight.pending.wait()
-        reduced = flight.bucket.reduced
+    def _to_shard(self, bucket: BucketMemory, lane: Lane) -> Stages:
+        send, reduced = self._pack(bucket, lane), bucket.reduced
         assert reduced is not None
         if self._ordered:
-            kernels.mean_(reduced, flight.chunks)
-
-    def _start_full(self, flight: InFlight, lane: Lane) -> None:
-        if self._ordered:
-            self._start_exchange(flight, lane)
+            chunks, pending = self._exchange(send, lane)
+            yield pending
+            kernels.mean_(reduced, chunks)
         else:
-            flight.pending = self._comm.all_reduce_(flight.send)
+            yield self._comm.reduce_scatter(send, reduced)
 
-    def _finish_full(self, flight: InFlight) -> None:
-        flight.pending.wait()
-        send = flight.send
+    def _to_all(self, bucket: BucketMemory, lane: Lane) -> Stages:
+        send = self._pack(bucket, lane)
         if self._ordered:
+            chunks, pending = self._exchange(send, lane)
+            yield pending
             # All sends are done, so the buffer can take the mean and be gathered in place.
-            own = send.split(send.numel() // self._comm.world_size)[self._comm.rank]
-            kernels.mean_(own, flight.chunks)
-            self._comm.all_gather_(send).wait()
+            kernels.mean_(send.split(bucket.layout.shard_numel)[self._comm.rank], chunks)
+            yield self._comm.all_gather_(send)
         else:
+            yield self._comm.all_reduce_(send)
             send.div_(self._comm.world_size)
-        kernels.unpack_(send, flight.bucket.packing)
+        kernels.unpack_(send, bucket.packing)
 
-    def _start_exchange(self, flight: InFlight, lane: Lane) -> None:
-        send = flight.send
+    def _pack(self, bucket: BucketMemory, lane: Lane) -> torch.Tensor:
+        send = lane.buffer("send", bucket.layout.numel, bucket.param)
+        kernels.pack_(send, bucket.packing)
+        return send
+
+    def _exchange(self, send: torch.Tensor, lane: Lane) -> tuple[list[torch.Tensor], Pending]:
         count = self._comm.received_chunks(send.device)
-        receive = lane.buffer("receive", flight.bucket.layout.shard_numel * count, send)
-        flight.chunks, flight.pending = self._comm.exchange_chunks(flight.send, receive)
+        receive = lane.buffer("receive", send.numel() // self._comm.world_size * count, send)
+        return self._comm.exchange_chunks(send, receive)

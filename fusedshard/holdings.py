@@ -9,6 +9,7 @@ import torch
 
 from fusedshard import checkpoint, kernels
 from fusedshard.comm import Communicator
+from fusedshard.exchange import GradientExchange
 from fusedshard.flat import BucketMemory, FlatBuffer
 from fusedshard.gradients import GradientReducer
 from fusedshard.layout import Layout, Segment, build_layout
@@ -44,14 +45,20 @@ class Holdings:
         self._options = options
         self._sharded = options.mode == "sharded"
         # Whether gradients must be averaged here, and parameters gathered.
-        self._reduces = comm.world_size > 1 and options.grad_sync == "step"
+        self._reduces = comm.world_size > 1 and options.grad_sync != "external"
         self.holds_shards = comm.world_size > 1 and self._sharded
-        self._reducer = GradientReducer(comm, ordered=True)
+        self._exchange = GradientExchange(
+            comm.stats,
+            self._new_reducer(ordered=True),
+            options.grad_sync if self._reduces else "external",
+            in_place=not self._sharded,
+        )
         self._flats: list[FlatBuffer] = []
         self._adopted: set[int] = set()
 
     def admit(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Number all parameters, and take those that train into flat memory. Collective."""
+        self._settle()
         self.params = iterate_params(groups)
         self._labels = parameter_labels(groups)
         self._forms = [form_of(param) for param in self.params]
@@ -101,7 +108,18 @@ class Holdings:
             self.set_steps(self.steps)
             by_default = self.comm.prefers_ordered(self.device)
             ordered = self._options.ordered(by_default=by_default)
-            self._reducer = GradientReducer(self.comm, ordered=ordered)
+            self._exchange.reducer = self._new_reducer(ordered=ordered)
+
+    def _new_reducer(self, *, ordered: bool) -> GradientReducer:
+        return GradientReducer(self.comm, ordered=ordered, in_place=not self._sharded)
+
+    def _settle(self) -> None:
+        """End what backward has begun on any rank, before buckets change or the ranks exchange
+        other things. Collective. What is wrong with a gradient is left for the step to say."""
+        if self._exchange.overlapped and any(self.comm.gather_objects(self._exchange.next > 0)):
+            error = self._exchange.complete()
+            if error is not None:
+                self._exchange.note_error(error)
 
     def _adopt_later(self, indices: Sequence[int]) -> None:
         """The same once tables are there, which stay as they are where no parameter is new."""
@@ -148,6 +166,7 @@ class Holdings:
         self._reads_shards = bool(reduced)
         if self._reads_shards:
             self._tables.point_at_shards(reduced)
+        self._exchange.take(self.params, self._labels, buckets, self._packing)
 
     def _tables_of(self, buckets: Sequence[tuple[BucketMemory, Sequence[Segment]]]) -> StepTables:
         stretches = [(segments, bucket.param.itemsize) for bucket, segments in buckets]
@@ -159,7 +178,7 @@ class Holdings:
         return Layout(self.comm.world_size, tuple(flat.layout for flat in self._flats))
 
     def memory(self) -> dict[str, int]:
-        flats, lanes = self._flats, self._reducer.lanes
+        flats, lanes = self._flats, self._exchange.reducer.lanes
         return {
             "parameters": sum(flat.param.nbytes for flat in flats),
             "moments": sum(m.nbytes for flat in flats for m in flat.owned_moments().values()),
@@ -217,10 +236,12 @@ class Holdings:
     def full_moments(self, *, keep: bool = True) -> dict[int, dict[str, torch.Tensor]]:
         """Copies of all parameters' moments, whole, unless this rank is not to keep them.
         Collective."""
+        self._settle()
         return checkpoint.full_moments(self._flats, self.params, self.comm, keep=keep)
 
     def load(self, state: Mapping[int, Mapping[str, Any]]) -> None:
         """Replace steps and moments by ``state``, and by zero where it has nothing. Collective."""
+        self._settle()
         self._adopt_later(sorted(state))
         for flat in self._flats:
             if any("max_exp_avg_sq" in state.get(s.param, {}) for s in flat.layout.slots):

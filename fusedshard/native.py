@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -69,6 +69,10 @@ class Backend(Protocol):
 
     def about_to_free(self, tensor: torch.Tensor) -> None: ...
 
+    def note_stream(self, device: torch.device, streams: set[Any]) -> None: ...
+
+    def wait_for_streams(self, device: torch.device, streams: set[Any]) -> None: ...
+
     def flat_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
     def adam(
@@ -111,6 +115,12 @@ class CpuBackend:
 
     def about_to_free(self, tensor: torch.Tensor) -> None:
         """Nothing still reads it."""
+
+    def note_stream(self, device: torch.device, streams: set[Any]) -> None:
+        """Work is done when the call returns."""
+
+    def wait_for_streams(self, device: torch.device, streams: set[Any]) -> None:
+        """Likewise."""
 
     def flat_memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.frombuffer(_C.FlatMemory(numel * dtype.itemsize), dtype=dtype)
@@ -198,6 +208,17 @@ class CudaBackend:
     def about_to_free(self, tensor: torch.Tensor) -> None:
         """The current stream may still read memory that was allocated on another one."""
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+    def note_stream(self, device: torch.device, streams: set[Any]) -> None:
+        """Something to wait for was queued on the current one."""
+        streams.add(torch.cuda.current_stream(device))
+
+    def wait_for_streams(self, device: torch.device, streams: set[Any]) -> None:
+        """The current one goes on after all that the others hold by now."""
+        current = torch.cuda.current_stream(device)
+        for stream in streams:
+            if stream != current:
+                current.wait_stream(stream)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import ParamsT
 
-from fusedshard.clipping import check_norm_type, clip_coefficient
+from fusedshard.averaging import AveragingOptimizer
 from fusedshard.comm import Communicator
 from fusedshard.engine import Engine
 from fusedshard.fingerprint import agree_on_groups
 from fusedshard.layout import Layout
 from fusedshard.options import ParallelOptions, check_groups, check_hyperparameters
 from fusedshard.params import reject_sets
-from fusedshard.state import ShardedOptimizer
 from fusedshard.stats import Stats
-from fusedshard.tables import GroupScalars
 
 
-class Adam(ShardedOptimizer):
+class Adam(AveragingOptimizer):
     """Adam (arXiv:1412.6980), a drop-in for `torch.optim.Adam` that is fused and sharded.
 
     Data parallelism without a wrapper: each rank runs its own backward, and `step` averages the
@@ -52,8 +49,11 @@ class Adam(ShardedOptimizer):
             by our kernel, so that results depend neither on the backend nor on the bucket size.
             ``"backend"``: the backend's ReduceScatter or AllReduce adds them. ``"auto"``:
             ordered on gloo, backend on NCCL.
-        grad_sync: ``"step"``: `step` averages the gradients. ``"external"``: they are averaged
-            already, as by a model wrapped in DDP, and only the parameters are communicated.
+        grad_sync: ``"backward"``: gradients are exchanged while backward produces them, a bucket
+            at a time, and p.grad must not be edited between ``backward()`` and `step` in sharded
+            mode. ``"step"``: `step` averages them, as they are then. ``"external"``: they are
+            averaged already, as by a model wrapped in DDP, and only the parameters are
+            communicated.
         bucket_cap_mb: size of a bucket in MiB; grows with the world size where shards of a
             bucket would fall below 128 KiB.
 
@@ -61,8 +61,6 @@ class Adam(ShardedOptimizer):
         ValueError, TypeError: on every rank, where an argument of any rank is invalid, or ranks
             differ in their parameters or options; the first differing parameter is named.
     """
-
-    _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
 
     def __init__(
         self,
@@ -82,7 +80,7 @@ class Adam(ShardedOptimizer):
         mode: str = "sharded",
         process_group: dist.ProcessGroup | None = None,
         reduction: str = "auto",
-        grad_sync: str = "step",
+        grad_sync: str = "backward",
         bucket_cap_mb: float = 25,
     ) -> None:
         defaults = {
@@ -99,7 +97,6 @@ class Adam(ShardedOptimizer):
             "decoupled_weight_decay": decoupled_weight_decay,
         }
         self.stats = Stats()
-        self._scaler_agrees = self._warned_of_scaler = False
         self._options = ParallelOptions(mode, process_group, reduction, grad_sync, bucket_cap_mb)
         self._engine = None
         comm = Communicator(process_group, self.stats)
@@ -197,146 +194,6 @@ class Adam(ShardedOptimizer):
         self._show_state(index for index, is_used in enumerate(used) if is_used)
         return loss
 
-    def _average_gradients(
-        self, error: Exception | None = None, *, scaling: str = "", final: bool = False
-    ) -> list[GroupScalars]:
-        """Collective; returns the hyperparameters, on which all ranks agree. ``error`` is what is
-        wrong on this rank already, ``scaling`` what its loss scaler wants of the step."""
-        engine = self._built
-        groups: list[GroupScalars] = []
-        try:
-            _check_capture(self)
-            engine.check_unchanged(self.param_groups)
-            groups = [GroupScalars.of(group, engine.device) for group in self.param_groups]
-        except Exception as caught:  # as in the constructor
-            error = error or caught
-        engine.average_gradients(groups, error, scaling=scaling, final=final)
-        return groups
-
-    def _unscale(self, inv_scale: torch.Tensor, found_inf: torch.Tensor) -> None:
-        """For `fusedshard.GradScaler`: average the gradients, see on all ranks whether they are
-        finite, and multiply them by ``inv_scale``. Collective."""
-        error = None
-        if self._built.was_scaled:
-            error = RuntimeError(
-                "clip_grad_norm_: was called on scaled gradients: call scaler.unscale_(optimizer) "
-                "before it"
-            )
-        with torch.no_grad():
-            self._average_gradients(error)
-            self._built.check_finite(found_inf)
-            self._built.scale_gradients(inv_scale.to(torch.float64), None)
-        self._scaler_agrees = True
-
-    def _apply_scaler(
-        self, error: Exception | None
-    ) -> tuple[torch.Tensor | None, list[GroupScalars]]:
-        """Average the gradients, and unscale them where a scaler has left the scale to do so.
-
-        torch's scalers set ``grad_scale`` and ``found_inf`` around `step`. Only where ours has
-        looked at the gradients is it known that all ranks' want the same, without reading them.
-        """
-        grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
-        scaling = ""
-        if found_inf is not None and not self._scaler_agrees and self._built.comm.world_size > 1:
-            scale = "unscaled" if grad_scale is None else f"scale {float(grad_scale)}"
-            scaling = f"{scale}, found_inf {float(found_inf)}"
-            if self._options.grad_sync == "step" and not self._warned_of_scaler:
-                self._warned_of_scaler = True
-                warnings.warn(
-                    "torch.amp.GradScaler looks at its own rank's gradients alone: use "
-                    "fusedshard.GradScaler",
-                    stacklevel=4,
-                )
-        groups = self._average_gradients(error, scaling=scaling, final=True)
-        if grad_scale is not None:
-            self._built.scale_gradients(grad_scale.to(torch.float64).reciprocal(), None)
-        self._scaler_agrees = False
-        return found_inf, groups
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's. What was averaged, clipped or unscaled before is forgotten."""
-        super().zero_grad(set_to_none)
-        self._built.forget_gradients()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def synchronize(self) -> None:
-        """Average the gradients now; `step` does not do so again unless they change. Collective.
-
-        Afterwards ``p.grad`` holds the averaged gradient in replicated mode, and still this rank's
-        own in sharded mode.
-
-        Raises:
-            RuntimeError: as `step`.
-        """
-        self._average_gradients()
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        parameters: torch.Tensor | Iterable[torch.Tensor] | None = None,
-    ) -> torch.Tensor:
-        """Clip the averaged gradient by its global norm, as `torch.nn.utils.clip_grad_norm_` does
-        under DDP. Collective: averages the gradients first, as `synchronize`.
-
-        Each element counts once, whichever rank holds it. Call it after the last ``backward()`` of
-        a step. The factor is folded into the update of the next `step`, and ``p.grad`` stays as it
-        is; only where ``parameters`` are given their averaged gradients are scaled at once.
-
-        Args:
-            max_norm: the largest norm to leave.
-            norm_type: any number above 0, or infinity.
-            error_if_nonfinite: whether to raise where the norm is infinite or NaN.
-            parameters: those to count and to scale; None: all of this optimizer.
-
-        Returns:
-            The norm before clipping, one element on the parameters' device, the same on every
-            rank: fp64 if any parameter is, else fp32.
-
-        Raises:
-            RuntimeError: on every rank, for a norm that is not finite, with nothing scaled; or as
-                `step`. ValueError: ``norm_type`` is not a norm's, or a parameter is not of this
-                optimizer.
-        """
-        chosen, error = None, None
-        try:
-            norm_type = check_norm_type(norm_type)
-            chosen = self._numbers_of(parameters)
-        except Exception as caught:  # as in the constructor
-            error = caught
-        self._average_gradients(error)
-        engine = self._built
-        norm = engine.gradient_norm(norm_type, chosen)
-        if error_if_nonfinite and not bool(norm.isfinite()):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} for gradients is {norm.item()}, so it cannot "
-                "be clipped: set error_if_nonfinite=False to scale by it all the same"
-            )
-        engine.scale_gradients(clip_coefficient(norm, max_norm), chosen)
-        double = any(param.dtype == torch.float64 for param in engine.params)
-        return norm if double else norm.to(torch.float32)
-
-    def _numbers_of(
-        self, parameters: torch.Tensor | Iterable[torch.Tensor] | None
-    ) -> set[int] | None:
-        if parameters is None:
-            return None
-        if isinstance(parameters, torch.Tensor):
-            parameters = [parameters]
-        numbers = {param: index for index, param in enumerate(self._built.params)}
-        chosen = set()
-        for place, param in enumerate(parameters):
-            if param not in numbers:
-                raise ValueError(f"parameters: number {place} is not one of this optimizer's")
-            chosen.add(numbers[param])
-        return chosen
-
 
 class AdamW(Adam):
     """AdamW (arXiv:1711.05101), a drop-in for `torch.optim.AdamW`.
@@ -362,7 +219,7 @@ class AdamW(Adam):
         mode: str = "sharded",
         process_group: dist.ProcessGroup | None = None,
         reduction: str = "auto",
-        grad_sync: str = "step",
+        grad_sync: str = "backward",
         bucket_cap_mb: float = 25,
     ) -> None:
         super().__init__(
@@ -384,10 +241,3 @@ class AdamW(Adam):
             grad_sync=grad_sync,
             bucket_cap_mb=bucket_cap_mb,
         )
-
-
-# torch renamed it when it learned of other accelerators.
-_check_capture: Callable[[torch.optim.Optimizer], None] = (
-    getattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", None)
-    or torch.optim.Optimizer._cuda_graph_capture_health_check
-)

@@ -13,7 +13,7 @@ from fusedshard.params import Labelled, check_params
 
 MODES = ("sharded", "replicated")
 REDUCTIONS = ("auto", "ordered", "backend")
-GRAD_SYNCS = ("step", "external")
+GRAD_SYNCS = ("backward", "step", "external")
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,13 @@ class ParallelOptions:
     @property
     def bucket_cap_bytes(self) -> int:
         return max(1, int(self.bucket_cap_mb * 1024 * 1024))
+
+    @property
+    def has_averages_after_backward(self) -> bool:
+        """Whether ``p.grad`` is the average over the ranks when backward returns."""
+        return self.grad_sync == "external" or (
+            self.grad_sync == "backward" and self.mode == "replicated"
+        )
 
     def described(self) -> dict[str, Any]:
         """What must be the same on every rank."""

@@ -139,22 +139,26 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it has memory of its own that holds its elements."""
+    return tensor.layout == torch.strided and not is_wrapper(tensor)
+
+
 def spec_of(index: int, param: torch.Tensor) -> ParamSpec:
     """What the layout needs to know of parameter ``index``."""
     kind = f"{str(param.dtype).removeprefix('torch.')}@{param.device}"
     return ParamSpec(index, param.numel(), kind, param.element_size())
 
 
-def dense_gradient(label: str, param: torch.Tensor) -> torch.Tensor | None:
-    """The gradient in the parameter's storage order and dtype: ``p.grad`` itself where it is so
-    already, else a copy; None where there is none.
+def check_gradient(label: str, param: torch.Tensor) -> bool:
+    """Whether a parameter has a gradient.
 
     Raises:
-        RuntimeError: it is sparse.
+        RuntimeError: it has one that cannot be averaged: sparse, of another type, shape or device.
     """
     grad = param.grad
     if grad is None:
-        return None
+        return False
     if grad.layout != torch.strided:
         raise RuntimeError(
             f"{label}: got a gradient of layout {grad.layout}, wanted a dense one: sparse "
@@ -169,6 +173,15 @@ def dense_gradient(label: str, param: torch.Tensor) -> torch.Tensor | None:
             f"{label}: got a gradient of shape {tuple(grad.shape)} on {grad.device}, wanted "
             f"{tuple(param.shape)} on {param.device}"
         )
+    return True
+
+
+def dense_gradient(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient, which passed `check_gradient`, in the parameter's storage order and dtype:
+    ``p.grad`` itself where it is so already, else a copy."""
+    grad = param.grad
+    if grad is None:
+        return None
     # Kernels read memory: a lazily negated view holds other values than it shows, and a tensor of
     # efficient zeros none.
     in_memory = not grad.is_neg() and not grad._is_zerotensor()

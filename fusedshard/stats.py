@@ -23,17 +23,22 @@ class Stats:
             algorithm needs, whatever the backend does below: for a buffer of B bytes on N ranks
             (N-1)/N * B for an all-to-all, reduce-scatter or all-gather, twice that for an
             all-reduce.
+        exchanges: ``(started, arrived)`` of each bucket of gradients exchanged since the last
+            update, by time.perf_counter(), in the order of exchange. On GPUs ``arrived`` only
+            says when the host went on.
     """
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.calls: Counter[str] = Counter()
         self.sent_bytes: Counter[str] = Counter()
+        self.exchanges: list[tuple[float, float]] = []
 
     def reset(self) -> None:
         self.seconds.clear()
         self.calls.clear()
         self.sent_bytes.clear()
+        self.exchanges.clear()
 
     def count(self, name: str, sent_bytes: int) -> None:
         """Note one collective."""

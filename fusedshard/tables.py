@@ -69,6 +69,7 @@ class SegmentTable:
 
     Attributes:
         rows: (n, 6) int64 in host memory.
+        params: the parameter of each row.
         device_rows: the same for the kernels; on the CPU ``rows`` itself.
         tiles: on a GPU (t, 2) int32: segment, and which stretch of it.
         groups, device_groups: (groups, 8) fp64, one row a param group.
@@ -78,11 +79,19 @@ class SegmentTable:
 
     def __init__(self, tables: StepTables, first: int, segments: Sequence[Segment]) -> None:
         self.rows = tables.rows[first : first + len(segments)]
+        self.params = [segment.param for segment in segments]
+        self._offset_bytes = tables.param_offset_bytes[first : first + len(segments)]
         self.device_rows = tables.device_rows[first : first + len(segments)]
         self.groups, self.device_groups = tables.groups, tables.device_groups
         self.end = max((s.shard_start + s.length for s in segments), default=0)
         self.tiles = _tiles([s.length for s in segments], tables.device_words.device)
         self.amsgrad = False
+
+    def point_at(self, addresses: Mapping[int, int]) -> None:
+        """Take each segment from its parameter's own gradient, which lies, dense and in the
+        parameter's storage order, at the address given; 0 where there is none."""
+        found = integers([addresses[param] for param in self.params])
+        self.rows[:, 2] = _behind(found, self._offset_bytes)
 
 
 class StepTables:
@@ -107,7 +116,7 @@ class StepTables:
     ) -> None:
         flat = [(segment, size) for segments, size in stretches for segment in segments]
         self._params = integers([s.param for s, _ in flat])
-        self._param_offset_bytes = integers([s.param_start * size for s, size in flat])
+        self.param_offset_bytes = integers([s.param_start * size for s, size in flat])
         self._shard_offset_bytes = integers([s.shard_start * size for s, size in flat])
         sizes = [len(flat) * _COLUMNS, len(group_of), group_count * len(GroupScalars._fields)]
         self.words = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu")
@@ -137,10 +146,8 @@ class StepTables:
         self.rows[:, 2] = integers(bases) + self._shard_offset_bytes
 
     def point_at_params(self, addresses: torch.Tensor) -> None:
-        """Take each segment from its parameter's own gradient: ``addresses`` from
-        `gradient_addresses`."""
-        found = addresses[self._params]
-        self.rows[:, 2] = torch.where(found == 0, found, found + self._param_offset_bytes)
+        """The same for all tables: ``addresses`` from `gradient_addresses`."""
+        self.rows[:, 2] = _behind(addresses[self._params], self.param_offset_bytes)
 
     def set_used(self, used: torch.Tensor) -> None:
         """Which parameters have a gradient on any rank: int64, 0 or 1 for each."""
@@ -187,6 +194,11 @@ def integers(values: Sequence[int]) -> torch.Tensor:
 def gradient_addresses(grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
     """Addresses of dense gradients in their parameters' storage order, int64; 0 for None."""
     return integers([0 if grad is None else grad.data_ptr() for grad in grads])
+
+
+def _behind(addresses: torch.Tensor, offset_bytes: torch.Tensor) -> torch.Tensor:
+    """0 stays 0."""
+    return torch.where(addresses == 0, addresses, addresses + offset_bytes)
 
 
 def _parts(

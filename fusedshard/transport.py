@@ -11,44 +11,42 @@ Whatever is handed to a transport must stay as it is until the result was waited
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+
+from fusedshard.pending import Pending, Watcher
 
 # torch 2.13 renamed both, and warns of the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-_TAG = 0  # messages between two ranks arrive in the order in which they were sent
 
+class Channel(NamedTuple):
+    """One optimizer's part of the gloo connections that all optimizers on a group share.
 
-class Waitable(Protocol):
-    def wait(self) -> Any: ...
+    Messages between two ranks arrive in the order in which they were sent, for each tag. Every
+    optimizer has tags of its own, and each kind of message, since the buckets of two optimizers
+    may be started in another order on each rank, as may a bucket and the gathering of an earlier
+    one.
 
-
-class Pending:
-    """A collective that was started: `wait` returns when its results may be used.
-
-    Args:
-        works: what is waited for.
-        then: called after that, once.
+    Attributes:
+        gloo: a ProcessGroupGloo over the ranks.
+        number: of the optimizer, the same on every rank.
+        watcher: notices what has arrived.
     """
 
-    def __init__(
-        self, works: Sequence[Waitable | None] = (), then: Callable[[], object] | None = None
-    ) -> None:
-        self._works = works
-        self._then = then
+    gloo: Any
+    number: int
+    watcher: Watcher
 
-    def wait(self) -> None:
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        if self._then is not None:
-            self._then()
-            self._then = None
+    def tag(self, kind: int) -> int:
+        return self.number * len(_KINDS) + kind
+
+
+_KINDS = EXCHANGE, GATHER, STATUS = 0, 1, 2
 
 
 class Transport(Protocol):
@@ -61,6 +59,9 @@ class Transport(Protocol):
 
     received_chunks: int
     prefers_ordered: bool
+
+    def overlaps(self, *, ordered: bool) -> bool:
+        """Whether backward may start exchanges of gradients, added by us or by the backend."""
 
     def exchange_chunks(
         self, send: torch.Tensor, receive: torch.Tensor
@@ -84,15 +85,20 @@ class GlooPairs:
     """CPU tensors over gloo connections of our own.
 
     Args:
-        gloo: a ProcessGroupGloo over the ranks.
+        channel: the part of them that is this optimizer's.
     """
 
     prefers_ordered = True
 
-    def __init__(self, gloo: Any) -> None:
-        self._gloo = gloo
-        self._rank, self._world_size = gloo.rank(), gloo.size()
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._gloo = channel.gloo
+        self._rank, self._world_size = self._gloo.rank(), self._gloo.size()
         self.received_chunks = self._world_size - 1
+
+    def overlaps(self, *, ordered: bool) -> bool:
+        # gloo's own collectives have no tags, so those of two optimizers would be mistaken.
+        return ordered
 
     @property
     def _peers(self) -> list[int]:
@@ -105,16 +111,22 @@ class GlooPairs:
         length = send.numel() // self._world_size
         chunks = list(send.split(length))
         arriving = dict(zip(self._peers, receive.split(length), strict=True))
-        works = [self._gloo.recv([arriving[peer]], peer, _TAG) for peer in self._peers]
-        works += [self._gloo.send([chunks[peer]], peer, _TAG) for peer in self._peers]
+        pending = self._send_and_receive(EXCHANGE, chunks, arriving)
         arriving[self._rank] = chunks[self._rank]
-        return [arriving[rank] for rank in range(self._world_size)], Pending(works)
+        return [arriving[rank] for rank in range(self._world_size)], pending
 
-    def all_gather_(self, flat: torch.Tensor) -> Pending:
+    def all_gather_(self, flat: torch.Tensor, kind: int = GATHER) -> Pending:
         parts = flat.split(flat.numel() // self._world_size)
-        works = [self._gloo.recv([parts[peer]], peer, _TAG) for peer in self._peers]
-        works += [self._gloo.send([parts[self._rank]], peer, _TAG) for peer in self._peers]
-        return Pending(works)
+        own = [parts[self._rank]] * self._world_size
+        return self._send_and_receive(kind, own, {peer: parts[peer] for peer in self._peers})
+
+    def _send_and_receive(
+        self, kind: int, leaving: Sequence[torch.Tensor], arriving: Mapping[int, torch.Tensor]
+    ) -> Pending:
+        tag = self._channel.tag(kind)
+        works = [self._gloo.recv([arriving[peer]], peer, tag) for peer in self._peers]
+        works += [self._gloo.send([leaving[peer]], peer, tag) for peer in self._peers]
+        return Pending(works, watcher=self._channel.watcher)
 
     def reduce_scatter(self, send: torch.Tensor, out: torch.Tensor) -> Pending:
         return Pending([self._gloo._reduce_scatter_base(out, send)])
@@ -138,6 +150,9 @@ class StagedPairs:
     """
 
     prefers_ordered = True
+
+    def overlaps(self, *, ordered: bool) -> bool:
+        return False
 
     def __init__(self, pairs: Transport, world_size: int, rank: int) -> None:
         self._pairs = pairs
@@ -203,6 +218,9 @@ class GroupCollectives:
 
     prefers_ordered = False
 
+    def overlaps(self, *, ordered: bool) -> bool:
+        return True
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -230,13 +248,13 @@ class GroupCollectives:
         dist.broadcast(tensor, dist.get_global_rank(self._group, 0), group=self._group)
 
 
-def choose_transport(group: dist.ProcessGroup, gloo: Any, device: torch.device) -> Transport:
+def choose_transport(group: dist.ProcessGroup, channel: Channel, device: torch.device) -> Transport:
     """The way for tensors of a device: the group's own backend for it, unless that is gloo."""
-    pairs = GlooPairs(gloo)
+    pairs = GlooPairs(channel)
     if device.type == "cpu":
         return pairs
     if _backend_name(group, device) == "gloo":
-        return StagedPairs(pairs, gloo.size(), gloo.rank())
+        return StagedPairs(pairs, channel.gloo.size(), channel.gloo.rank())
     return GroupCollectives(group)
 
 

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, RankPool, RanksFailed
-from training import AWKWARD, Shapes, assert_same_bits, gradient, make_params, mean_gradient
+from training import (
+    AWKWARD,
+    Shapes,
+    assert_same_bits,
+    gradient,
+    make_params,
+    mean_gradient,
+    run_backward,
+)
 
 import fusedshard
 
@@ -29,9 +37,12 @@ def clip_and_train(
     optimizer = fusedshard.AdamW(params, lr=0.1, eps=1.0, process_group=rank.group, **options)
     norms = []
     for step in range(STEPS):
+        grads = []
         for i, param in enumerate(params):
             mean = mean_gradient(param, step, i, rank.world_size)
-            param.grad = mean if external else gradient(param, step, i, rank.rank)
+            grads.append(mean if external else gradient(param, step, i, rank.rank))
+            param.grad = None
+        run_backward(params, grads)
         some = None if chosen is None else [params[i] for i in chosen]
         norms.append(optimizer.clip_grad_norm_(parameters=some, **clip))
         optimizer.step()
@@ -115,7 +126,7 @@ def _norm_of_averaged(rank: Rank, mode: str) -> tuple[float, float]:
 
 @each_mode
 @pytest.mark.parametrize("chosen", [[0], [2, 5], []], ids=str)
-@pytest.mark.parametrize("grad_sync", ["step", "external"])
+@pytest.mark.parametrize("grad_sync", ["backward", "step", "external"])
 def test_a_subset_is_counted_and_scaled_alone(
     ranks: RankPool, mode: str, chosen: list[int], grad_sync: str
 ) -> None:
@@ -199,7 +210,8 @@ def test_synchronize_averages_once(ranks: RankPool, mode: str) -> None:
 def _synchronize(rank: Rank, mode: str) -> tuple[list[int], float, bool]:
     params, plain = (make_params([(50,)]) for _ in range(2))
     optimizer, twin = (
-        fusedshard.AdamW(p, process_group=rank.group, mode=mode, eps=1.0) for p in (params, plain)
+        fusedshard.AdamW(p, process_group=rank.group, mode=mode, grad_sync="step", eps=1.0)
+        for p in (params, plain)
     )
     calls = []
     optimizer.stats.reset()
@@ -222,7 +234,8 @@ def test_gradients_that_change_after_synchronize_count(ranks: RankPool, mode: st
 def _change_later(rank: Rank, mode: str) -> bool:
     params, plain = (make_params([(3,), (4,), (5,)]) for _ in range(2))
     optimizer, twin = (
-        fusedshard.AdamW(p, process_group=rank.group, mode=mode, eps=1.0) for p in (params, plain)
+        fusedshard.AdamW(p, process_group=rank.group, mode=mode, grad_sync="step", eps=1.0)
+        for p in (params, plain)
     )
     for early, ps in ((True, params), (False, plain)):
         for i, param in enumerate(ps):
@@ -251,7 +264,8 @@ def test_gradients_that_change_after_clipping_are_refused(
 
 def _change_after_clipping(rank: Rank, mode: str) -> bool:
     (param,) = make_params([(6,)])
-    optimizer = fusedshard.AdamW([param], process_group=rank.group, mode=mode)
+    options: Any = {"process_group": rank.group, "mode": mode, "grad_sync": "step"}
+    optimizer = fusedshard.AdamW([param], **options)
     param.grad = torch.ones(6)
     optimizer.clip_grad_norm_(0.5)
     before = param.detach().clone()
@@ -288,7 +302,7 @@ def _leave_out(rank: Rank, mode: str, clips_later: bool) -> tuple[float, list[fl
 
 @each_mode
 def test_clipping_anew_takes_the_new_gradients(ranks: RankPool, mode: str) -> None:
-    """Also without zero_grad in between."""
+    """Where a step was left out, also without optimizer.zero_grad()."""
     assert ranks.run(2, _clip_anew, mode) == [[3.0, 5.0]] * 2
 
 
@@ -297,7 +311,8 @@ def _clip_anew(rank: Rank, mode: str) -> list[float]:
     optimizer = fusedshard.Adam([param], process_group=rank.group, mode=mode)
     norms = []
     for value in (3.0, 5.0):
-        param.grad = torch.tensor([value])
+        param.grad = None
+        run_backward([param], [torch.tensor([value])])
         norms.append(optimizer.clip_grad_norm_(1.0).item())
     optimizer.step()
     return norms

@@ -111,9 +111,27 @@ def test_the_connection_is_made_once_and_keeps_the_groups_timeout(ranks: RankPoo
 
 
 def _connection(rank: Rank) -> tuple[bool, float]:
-    first = Communicator(rank.group, Stats())
-    second = Communicator(rank.group, Stats())
-    return first._gloo is second._gloo, first._gloo.options._timeout.total_seconds()
+    first, second = (Communicator(rank.group, Stats())._channel for _ in range(2))
+    assert second.number == first.number + 1
+    return first.gloo is second.gloo, first.gloo.options._timeout.total_seconds()
+
+
+def test_optimizers_of_one_group_do_not_mix(ranks: RankPool) -> None:
+    """Each rank starts theirs in another order, also where one rank had made more of them."""
+    assert ranks.run(2, _two_optimizers) == [True] * 2
+
+
+def _two_optimizers(rank: Rank) -> bool:
+    comm_module._channels[rank.group] = comm_module._channels.get(rank.group, 0) + rank.rank
+    comms = [Communicator(rank.group, Stats()) for _ in range(2)]
+    works = []
+    for number in (0, 1) if rank.rank == 0 else (1, 0):
+        send = torch.full((8,), float(number))
+        works.append((number, *comms[number].exchange_chunks(send, torch.empty(4)), send))
+    for number, chunks, pending, _ in works:
+        pending.wait()
+        assert all(bool((chunk == number).all()) for chunk in chunks)
+    return True
 
 
 def test_groups_of_one_name_do_not_meet(ranks: RankPool) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, RankPool
-from training import assert_same_bits, gradient, make_params, mean_gradient
+from training import assert_same_bits, gradient, make_params, mean_gradient, run_backward
 
 import fusedshard
 
@@ -25,8 +25,9 @@ SCALE = 1024.0
 def backward(scaler: torch.amp.GradScaler, params: Any, grads: Any) -> None:
     """As a backward of a scaled loss leaves gradients."""
     factor = scaler.scale(torch.ones(()))
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad * factor
+    for param in params:
+        param.grad = None
+    run_backward(params, [grad * factor for grad in grads])
 
 
 def new_scaler(kind: Any = fusedshard.GradScaler, **options: Any) -> Any:
@@ -180,26 +181,32 @@ def _clip_unscaled(rank: Rank, mode: str) -> tuple[float, list[float], str]:
 
 
 @each_mode
-def test_torchs_scaler_works_while_ranks_agree(ranks: RankPool, mode: str) -> None:
-    results = ranks.run(2, _plain_scaler, mode, False)
+@pytest.mark.parametrize("grad_sync", ["step", "backward"])
+def test_torchs_scaler_works_while_ranks_agree(ranks: RankPool, mode: str, grad_sync: str) -> None:
+    """It warns once, unless backward has averaged what it looks at."""
+    results = ranks.run(2, _plain_scaler, mode, grad_sync, False)
+    warned = 0 if (mode, grad_sync) == ("replicated", "backward") else 1
     for values, scale, messages in results:
         assert values == results[0][0] and scale == SCALE / 2
-        assert len(messages) == 1 and "use fusedshard.GradScaler" in messages[0]
+        assert ["use fusedshard.GradScaler" in text for text in messages] == [True] * warned
 
 
-@each_mode
+@pytest.mark.parametrize(
+    ("mode", "grad_sync"), [("sharded", "step"), ("replicated", "step"), ("sharded", "backward")]
+)
 def test_scl_01_torchs_scaler_raises_everywhere_when_ranks_do_not(
-    ranks: RankPool, mode: str
+    ranks: RankPool, mode: str, grad_sync: str
 ) -> None:
-    for text, unchanged in ranks.run(2, _plain_scaler, mode, True):
+    for text, unchanged in ranks.run(2, _plain_scaler, mode, grad_sync, True):
         assert "found_inf 0.0 on rank 0" in text and "found_inf 1.0 on rank 1" in text
         assert "use fusedshard.GradScaler" in text and unchanged
 
 
-def _plain_scaler(rank: Rank, mode: str, differ: bool) -> Any:
+def _plain_scaler(rank: Rank, mode: str, grad_sync: str, differ: bool) -> Any:
     """A clean step and one with an infinite gradient, on all ranks or on rank 1 alone."""
     (param,) = make_params([(5,)])
-    optimizer = fusedshard.AdamW([param], process_group=rank.group, mode=mode)
+    options: Any = {"process_group": rank.group, "mode": mode, "grad_sync": grad_sync}
+    optimizer = fusedshard.AdamW([param], **options)
     scaler = new_scaler(torch.amp.GradScaler)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -14,8 +14,10 @@ from training import AWKWARD, assert_close, assert_same_bits, train_ours, train_
 from transports import WAYS, moving_by
 
 from fusedshard.comm import Communicator
+from fusedshard.pending import Watcher
 from fusedshard.stats import Stats
 from fusedshard.transport import (
+    Channel,
     GlooPairs,
     GroupCollectives,
     StagedPairs,
@@ -141,12 +143,13 @@ class FakeGroup:
 )
 def test_choice(backends: dict[str, str], device: str, chosen: type) -> None:
     gloo = mock.Mock(**{"rank.return_value": 1, "size.return_value": 2})
+    channel = Channel(gloo, 0, Watcher())
     with (
         mock.patch.object(dist, "get_rank", return_value=1),
         mock.patch.object(dist, "get_world_size", return_value=2),
     ):
         group: Any = FakeGroup(backends)
-        transport = choose_transport(group, gloo, torch.device(device))
+        transport = choose_transport(group, channel, torch.device(device))
     assert type(transport) is chosen
 
 

@@ -36,6 +36,16 @@ def mean_gradient(param: torch.Tensor, step: int, index: int, world_size: int) -
     return total / world_size
 
 
+def run_backward(
+    params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None]
+) -> None:
+    """A backward that leaves these gradients, bit for bit, on top of those that are there."""
+    pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
+    if pairs:
+        roots, values = zip(*pairs, strict=True)
+        torch.autograd.backward(roots, values)
+
+
 def train(
     optimizer: torch.optim.Optimizer,
     params: Sequence[torch.nn.Parameter],
@@ -43,8 +53,9 @@ def train(
     grad: Callable[[torch.Tensor, int, int], torch.Tensor | None],
 ) -> None:
     for step in steps:
-        for index, param in enumerate(params):
-            param.grad = grad(param, step, index)
+        for param in params:
+            param.grad = None
+        run_backward(params, [grad(param, step, index) for index, param in enumerate(params)])
         optimizer.step()
 
 

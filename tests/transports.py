@@ -13,9 +13,11 @@ from fusedshard import comm
 from fusedshard.transport import GlooPairs, GroupCollectives, StagedPairs, Transport
 
 WAYS: dict[str, Callable[[Any, Any], Transport]] = {
-    "pairs": lambda group, gloo: GlooPairs(gloo),
-    "staged": lambda group, gloo: StagedPairs(GlooPairs(gloo), gloo.size(), gloo.rank()),
-    "collectives": lambda group, gloo: GroupCollectives(group),
+    "pairs": lambda group, channel: GlooPairs(channel),
+    "staged": lambda group, channel: StagedPairs(
+        GlooPairs(channel), channel.gloo.size(), channel.gloo.rank()
+    ),
+    "collectives": lambda group, channel: GroupCollectives(group),
 }
 
 
@@ -23,8 +25,8 @@ WAYS: dict[str, Callable[[Any, Any], Transport]] = {
 def moving_by(way: str) -> Iterator[None]:
     """Communicators take this transport for every device."""
 
-    def choose(group: Any, gloo: Any, device: torch.device) -> Transport:
-        return WAYS[way](group, gloo)
+    def choose(group: Any, channel: Any, device: torch.device) -> Transport:
+        return WAYS[way](group, channel)
 
     with mock.patch.object(comm, "choose_transport", choose):
         yield
