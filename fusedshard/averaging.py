@@ -161,7 +161,7 @@ class AveragingOptimizer(ShardedOptimizer):
                 "be clipped: set error_if_nonfinite=False to scale by it all the same"
             )
         engine.scale_gradients(clip_coefficient(norm, max_norm), chosen)
-        double = any(param.dtype == torch.float64 for param in engine.params)
+        double = any(p.dtype in (torch.float64, torch.complex128) for p in engine.params)
         return norm if double else norm.to(torch.float32)
 
     def _numbers_of(

@@ -73,7 +73,8 @@ def fill_in(packed: dict[str, Any], moments: Mapping[int, Mapping[str, torch.Ten
             whole = moments.get(index, {})
             names = dict.fromkeys([*state, *(MOMENTS if group["amsgrad"] else ())])
             packed["state"][index] = {
-                name: whole[name] if name in whole else _on_host(state, name) for name in names
+                name: whole[name] if name in whole else _on_host({**state, **whole}, name)
+                for name in names
             }
 
 
@@ -140,6 +141,11 @@ def _check_state(label: str, state: Mapping[str, Any] | None, param: torch.Tenso
             raise ValueError(f"{label}: {name} is a {kind} in the state dict, wanted a tensor")
         if name in state and (state[name].layout != torch.strided or is_wrapper(state[name])):
             raise ValueError(f"{label}: {name} is no plain dense tensor in the state dict")
+        if name in state and state[name].is_complex() != param.is_complex():
+            raise ValueError(
+                f"{label}: {name} is {state[name].dtype} in the state dict, which does not fit "
+                f"{param.dtype}"
+            )
         if name in state and state[name].shape != param.shape:
             raise ValueError(
                 f"{label}: {name} has shape {tuple(state[name].shape)} in the state dict, "
@@ -148,7 +154,7 @@ def _check_state(label: str, state: Mapping[str, Any] | None, param: torch.Tenso
 
 
 def _gather(flat: FlatBuffer, owned: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    whole = flat_memory(flat.layout.numel, flat.dtype, flat.device)
+    whole = flat_memory(flat.layout.numel, owned.dtype, flat.device)
     for bucket in flat.layout.buckets:
         mine = whole.narrow(0, bucket.shard_start(comm.rank), bucket.shard_numel)
         mine.copy_(owned.narrow(0, bucket.start // flat.owners, bucket.shard_numel))

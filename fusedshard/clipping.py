@@ -9,6 +9,7 @@ import torch
 from fusedshard import kernels
 from fusedshard.comm import Communicator
 from fusedshard.flat import BucketMemory
+from fusedshard.params import in_storage_order
 
 
 def check_norm_type(norm_type: float) -> float:
@@ -48,7 +49,7 @@ def norm_of_gradients(
 ) -> torch.Tensor:
     """Norm of whole gradients, fp64, without communication. ``params`` as for `norm_of_shards`."""
     norms = [
-        torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64)
+        _vector_norm(grad, norm_type)
         for index, grad in enumerate(grads)
         if grad is not None and grad.numel() and (params is None or index in params)
     ]
@@ -74,21 +75,27 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
+def scale(gradient: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply a dense tensor in place, the parts of complex numbers each for itself."""
+    reals = in_storage_order(gradient)
+    reals.mul_(factor.to(reals.dtype))
+
+
 def scale_pieces(
     buckets: Sequence[BucketMemory], params: Collection[int], factor: torch.Tensor
 ) -> None:
     """Multiply this rank's shards of some parameters' averaged gradients."""
     for bucket in buckets:
         for piece in _pieces(bucket, params):
-            piece.mul_(factor.to(piece.dtype))
+            scale(piece, factor)
 
 
 def _pieces(bucket: BucketMemory, params: Collection[int] | None) -> list[torch.Tensor]:
     assert bucket.reduced is not None
-    if params is None:
-        return [bucket.reduced]  # padding, and what has no gradient, is zero in it
+    if params is None:  # padding, and what has no gradient, is zero in it
+        return [bucket.reduced.view(bucket.dtype)]
     return [
-        bucket.reduced.narrow(0, segment.shard_start, segment.length)
+        bucket.reduced.narrow(0, segment.shard_start, segment.length).view(bucket.dtype)
         for segment in bucket.owned
         if segment.param in params
     ]
@@ -97,9 +104,15 @@ def _pieces(bucket: BucketMemory, params: Collection[int] | None) -> list[torch.
 def _norm(parts: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Of 1-D parts, or of 0-dim norms of parts, as one vector; fp64."""
     if len(parts) == 1 and norm_type == 2.0 and parts[0].dim() == 1:
-        return kernels.square_sum(parts[0]).sqrt()
+        return kernels.square_sum(in_storage_order(parts[0])).sqrt()
     if len(parts) == 1 and parts[0].dim() == 1:
-        return torch.linalg.vector_norm(parts[0], norm_type, dtype=torch.float64)
+        return _vector_norm(parts[0], norm_type)
     if not parts:
         return torch.zeros((), dtype=torch.float64)
     return torch.linalg.vector_norm(torch.stack(list(parts)), norm_type)
+
+
+def _vector_norm(numbers: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """In fp64; of complex numbers by their absolute values."""
+    wide = torch.complex128 if numbers.is_complex() else torch.float64
+    return torch.linalg.vector_norm(numbers, norm_type, dtype=wide)

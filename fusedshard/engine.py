@@ -16,6 +16,7 @@ from fusedshard.backward import BackwardHooks
 from fusedshard.clipping import (
     norm_of_gradients,
     norm_of_shards,
+    scale,
     scale_pieces,
     shards_found_inf,
 )
@@ -218,7 +219,7 @@ class Engine(Holdings):
             for index in params:
                 grad = averaged.grads[index]
                 if grad is not None:
-                    grad.mul_(factor.to(grad.dtype))
+                    scale(grad, factor)
             self._exchange.note_present(params & self._exchange.spans.keys())
 
     @property

@@ -19,8 +19,11 @@ from fusedshard.tables import SegmentTable
 class BucketMemory:
     """One bucket on this rank.
 
+    Its arrays hold reals, two for each complex number.
+
     Attributes:
         layout: its place in the flat buffer.
+        dtype: of its parameters.
         param: the whole bucket of the flat parameters.
         segments: all of it; ``shard_start`` counts from the bucket's first element.
         owned: what this rank owns of it.
@@ -33,6 +36,7 @@ class BucketMemory:
     """
 
     layout: Bucket
+    dtype: torch.dtype
     param: torch.Tensor
     segments: list[Segment]
     owned: list[Segment]
@@ -43,7 +47,7 @@ class BucketMemory:
 
 
 class Piece(NamedTuple):
-    """``length`` elements of a parameter that this rank owns, from ``param_start`` in the
+    """``length`` reals of a parameter that this rank owns, from ``param_start`` in the
     parameter's storage order and from ``owned_start`` in the flat buffer's owned moments."""
 
     param_start: int
@@ -52,7 +56,7 @@ class Piece(NamedTuple):
 
 
 class FlatBuffer:
-    """The arrays of one `FlatLayout`.
+    """The arrays of one `FlatLayout`: of reals, also where its parameters are complex.
 
     Parameters are re-homed into it: each `torch.nn.Parameter` stays the same object with the
     same shape and strides, but its elements now lie in ``param``, in a storage of its own size
@@ -115,21 +119,22 @@ class FlatBuffer:
 
     def moment_view(self, name: str, slot: Slot, like: torch.Tensor) -> torch.Tensor:
         """What this rank owns of a parameter's moment: of the shape and strides of ``like``
-        where that is all of it, else 1-D in storage order and possibly empty."""
+        where that is all of it, else 1-D in storage order and possibly empty; complex where the
+        parameter is."""
         moment = self.owned_moments()[name]
         if self.owners == 1:
             return view_as_param(moment, slot, like)
         pieces = self.pieces.get(slot.param, [])
         length = sum(piece.length for piece in pieces)
         # A parameter that spans several buckets has its buffer to itself, so its pieces adjoin.
-        return moment.narrow(0, pieces[0].owned_start if pieces else 0, length)
+        return moment.narrow(0, pieces[0].owned_start if pieces else 0, length).view(self.dtype)
 
     def address_of(self, slot: Slot) -> int:
         """Where the elements of a parameter lie."""
         return self.param.data_ptr() + slot.start * self.layout.itemsize
 
     def _new(self, numel: int) -> torch.Tensor:
-        return flat_memory(numel, self.dtype, self.device)
+        return flat_memory(numel, self.dtype.to_real(), self.device)
 
     def _owned_pieces(self) -> dict[int, list[Piece]]:
         pieces: dict[int, list[Piece]] = {}
@@ -148,7 +153,8 @@ class FlatBuffer:
         if self.reduced is not None:
             reduced = self.reduced.narrow(0, bucket.start // self.owners, owned_numel)
         param = self.param.narrow(0, bucket.start, bucket.numel)
-        return BucketMemory(bucket, param, segments, owned, self._state(bucket), reduced)
+        state = self._state(bucket)
+        return BucketMemory(bucket, self.dtype, param, segments, owned, state, reduced)
 
     def _owned_range(self, bucket: Bucket) -> tuple[int, int]:
         numel = bucket.numel // self.owners
@@ -169,9 +175,10 @@ class FlatBuffer:
 
 
 def view_as_param(flat: torch.Tensor, slot: Slot, like: torch.Tensor) -> torch.Tensor:
-    """The slot's stretch of ``flat`` with the shape and strides of ``like``, in a storage of its
-    own size that keeps the flat memory alive."""
+    """The slot's stretch of ``flat`` with the shape and strides of ``like``, complex where that
+    is, in a storage of its own size that keeps the flat memory alive."""
     itemsize = flat.dtype.itemsize
     first = (flat.storage_offset() + slot.start) * itemsize
     storage = flat.untyped_storage()[first : first + slot.numel * itemsize]
-    return flat.new_empty(0).set_(storage, 0, like.size(), like.stride())
+    dtype = flat.dtype.to_complex() if like.is_complex() else flat.dtype
+    return flat.new_empty(0, dtype=dtype).set_(storage, 0, like.size(), like.stride())

@@ -4,6 +4,8 @@ A layout is a pure function of the parameters' sizes and kinds and of the world 
 rank computes the same one without communication, and it can be tested without a process group.
 It never depends on the order in which autograd happens to produce gradients.
 
+Elements are real numbers throughout: a complex one is two, real part first, which no shard parts.
+
 ::
 
     flat buffer   one contiguous allocation; holds whole parameters in storage order
@@ -19,8 +21,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# Slots and shards begin at multiples of this many bytes: a cache line pair, and room for every
-# vector width.
+# Slots and shards begin at multiples of this many bytes: a cache line pair, room for every vector
+# width, and whole complex numbers.
 ALIGNMENT_BYTES = 128
 # A shard of a bucket holds at least this much, where there is as much to share out, so that
 # per-rank padding (below ALIGNMENT_BYTES) stays far under one per cent whatever the world size.

@@ -31,8 +31,9 @@ class Adam(AveragingOptimizer):
     flat buffers, so build the optimizer after ``model.to(...)``.
 
     Args:
-        params: as in torch: parameters, named parameters, or param groups. fp32 or fp64, all on
-            the CPU or all on one GPU; dense, in any order of strides. Frozen ones take no memory.
+        params: as in torch: parameters, named parameters, or param groups. fp32 or fp64, real or
+            complex, all on the CPU or all on one GPU; dense, in any order of strides. Frozen ones
+            take no memory.
         lr: learning rate, a float or a tensor of one element; read anew at each step, as are
             the other values of ``param_groups``. Tensors on the parameters' GPU are read there.
         betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in torch.

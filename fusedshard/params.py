@@ -10,6 +10,8 @@ import torch
 from fusedshard.kernels import SUPPORTED_DTYPES, check_device
 from fusedshard.layout import ParamSpec
 
+# Complex ones are trained as twice as many reals.
+TRAINABLE_DTYPES = (*SUPPORTED_DTYPES, *(dtype.to_complex() for dtype in SUPPORTED_DTYPES))
 KEEP_PARAMETERS = (
     "build the optimizer after model.to(...), and copy into a parameter instead of replacing p.data"
 )
@@ -82,8 +84,8 @@ def check_param(label: str, param: torch.Tensor, device: torch.device) -> None:
             f"{label}: got a {type(param).__name__} without memory of its own (DTensor, FSDP, "
             "or a tensor subclass that wraps others), wanted a plain parameter"
         )
-    if param.dtype not in SUPPORTED_DTYPES:
-        wanted = " or ".join(map(str, SUPPORTED_DTYPES))
+    if param.dtype not in TRAINABLE_DTYPES:
+        wanted = " or ".join(map(str, TRAINABLE_DTYPES))
         raise TypeError(f"{label}: got {param.dtype}, wanted {wanted}")
     if not is_dense(param):
         raise ValueError(
@@ -147,7 +149,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def spec_of(index: int, param: torch.Tensor) -> ParamSpec:
     """What the layout needs to know of parameter ``index``."""
     kind = f"{str(param.dtype).removeprefix('torch.')}@{param.device}"
-    return ParamSpec(index, param.numel(), kind, param.element_size())
+    itemsize = param.dtype.to_real().itemsize
+    return ParamSpec(index, param.nbytes // itemsize, kind, itemsize)
 
 
 def check_gradient(label: str, param: torch.Tensor) -> bool:
@@ -182,10 +185,7 @@ def dense_gradient(param: torch.Tensor) -> torch.Tensor | None:
     grad = param.grad
     if grad is None:
         return None
-    # Kernels read memory: a lazily negated view holds other values than it shows, and a tensor of
-    # efficient zeros none.
-    in_memory = not grad.is_neg() and not grad._is_zerotensor()
-    if grad.stride() == param.stride() and grad.dtype == param.dtype and in_memory:
+    if grad.stride() == param.stride() and grad.dtype == param.dtype and shows_its_memory(grad):
         return grad
     return torch.empty_strided(
         param.size(), param.stride(), dtype=param.dtype, device=param.device
@@ -214,6 +214,13 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
+def shows_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether its values are those that kernels read: a lazily negated or conjugated view shows
+    others than its memory holds, and a tensor of efficient zeros has none."""
+    return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+
+
 def in_storage_order(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor as one dimension, in the order in which its elements lie in memory."""
-    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    """A dense tensor as one dimension of reals, in the order in which they lie in memory."""
+    numbers = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return numbers.view(tensor.dtype.to_real())
