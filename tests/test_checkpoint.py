@@ -307,20 +307,6 @@ def _amsgrad_later(rank: Rank, mode: str) -> Any:
     return third, results
 
 
-def test_amsgrad_switched_on_just_before_saving(ranks: RankPool) -> None:
-    for state in ranks.run(2, _amsgrad_before_saving):
-        assert_same_bits(state["max_exp_avg_sq"], torch.zeros_like(state["exp_avg"]))
-
-
-def _amsgrad_before_saving(rank: Rank) -> Any:
-    (param,) = make_params([(9, 40)])
-    optimizer = fusedshard.Adam([param], process_group=rank.group)
-    param.grad = torch.ones(9, 40)
-    optimizer.step()
-    optimizer.param_groups[0]["amsgrad"] = True
-    return optimizer.full_state_dict()["state"][0]
-
-
 def test_hooks_see_the_whole_state(ranks: RankPool) -> None:
     for shapes, extra, kept in ranks.run(2, _hooks_on_full_state):
         assert shapes == [(100,), (100,)] and extra == "mine" and kept == 7.0

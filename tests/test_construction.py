@@ -176,7 +176,7 @@ def _shp_07(rank: Rank) -> Any:
     return build(rank, [*make_params([(2,)]), expanded])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex32], ids=["bf16", "complex"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_unsupported_dtype_on_one_rank(ranks: RankPool, dtype: torch.dtype) -> None:
     for kind, text in ranks.run(2, _dtype, dtype):
         assert kind == "TypeError" and str(dtype) in text and "torch.float32" in text

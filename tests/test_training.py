@@ -231,3 +231,18 @@ def _dst_06(rank: Rank, mode: str) -> torch.Tensor:
             param.grad[2] = torch.nan
         optimizer.step()
     return param.detach().clone()
+
+
+def test_amsgrad_switched_on_just_before_saving(ranks: RankPool) -> None:
+    """The third moment that no step has made yet has the whole parameter's shape, as the others."""
+    for state in ranks.run(2, _amsgrad_before_saving):
+        assert_same_bits(state["max_exp_avg_sq"], torch.zeros(9, 40))
+
+
+def _amsgrad_before_saving(rank: Rank) -> Any:
+    (param,) = make_params([(9, 40)])
+    optimizer = fusedshard.Adam([param], process_group=rank.group)
+    param.grad = torch.ones(9, 40)
+    optimizer.step()
+    optimizer.param_groups[0]["amsgrad"] = True
+    return optimizer.full_state_dict()["state"][0]
