@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 import torch
 
 from fusedshard.clipping import check_norm_type, clip_coefficient
-from fusedshard.options import ParallelOptions
 from fusedshard.state import ShardedOptimizer
 from fusedshard.tables import GroupScalars
 
@@ -18,9 +17,6 @@ class AveragingOptimizer(ShardedOptimizer):
     """A sharded optimizer that averages gradients over the ranks."""
 
     _step_supports_amp_scaling = True  # GradScaler leaves unscaling and skipping to step()
-    _options: ParallelOptions
-    _scaler_agrees = False
-    _warned_of_scaler = False
 
     def no_sync(self) -> AbstractContextManager[None]:
         """A context in which backward only accumulates gradients, as DDP's: for all but the last

@@ -8,10 +8,12 @@ which lies in host memory, whatever backend the group has; and CPU tensors.
 
 from __future__ import annotations
 
+import copy
 import datetime
 import hashlib
 import pickle
 import weakref
+import zlib
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -31,7 +33,8 @@ _SHARED_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, Runtim
 # Our own gloo connections beside each group we were given, so that buckets never interleave with
 # the user's collectives. Kept while the given group lives: they cost a rendezvous and threads.
 _connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-# How many optimizers have used each.
+# How many optimizers have used each, of which it counts no more than this, copies apart.
+_MOST_OPTIMIZERS, _MOST_COPIES = 1 << 20, 1 << 29  # tags are below 1 << 31
 _channels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -55,14 +58,30 @@ class Communicator:
         self.stats = stats
         self.process_group = process_group
         self.rank, self.world_size = 0, 1
+        self._copies = 0
         self._given = _given_group(process_group)
         if self._given is None:
             return
         self.rank, self.world_size = dist.get_rank(self._given), dist.get_world_size(self._given)
-        self._transports: dict[str, Transport] = {}
         if self.world_size > 1:
-            self._channel = _new_channel(self._given)
-            self._control = GlooPairs(self._channel)
+            self._open(_new_channel(self._given))
+
+    def for_copy(self, stats: Stats) -> Communicator:
+        """One for a copy of the optimizer, over the same connections. Without communication: the
+        ranks agree on its tags if all have made as many copies of this optimizer."""
+        twin = copy.copy(self)
+        twin.stats, twin._copies = stats, 0
+        if self.world_size > 1:
+            self._copies += 1
+            place = f"{self._channel.number}/{self._copies}".encode()
+            number = _MOST_OPTIMIZERS + zlib.crc32(place) % _MOST_COPIES
+            twin._open(self._channel._replace(number=number, watcher=Watcher()))
+        return twin
+
+    def _open(self, channel: Channel) -> None:
+        self._channel = channel
+        self._control = GlooPairs(channel)
+        self._transports: dict[str, Transport] = {}
 
     @property
     def number(self) -> int:

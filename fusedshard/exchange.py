@@ -210,7 +210,7 @@ class GradientExchange:
         return grad
 
     def _separate(self, numbers: Iterable[int]) -> None:
-        """In place, give each parameter a gradient of its own where two have one tensor as theirs."""
+        """In place, give each parameter a gradient of its own where two share one tensor."""
         if not self.in_place:
             return
         taken = set[int]()

@@ -88,8 +88,9 @@ class FlatBuffer:
         self.buckets = [self._bucket(bucket) for bucket in layout.buckets]
         self.pieces = self._owned_pieces()
 
-    def adopt(self, params: Sequence[torch.nn.Parameter], comm: Communicator) -> None:
-        """Move the parameters in here, as the group's first rank has them. Collective.
+    def adopt(self, params: Sequence[torch.nn.Parameter], comm: Communicator | None) -> None:
+        """Move the parameters in here, as the group's first rank has them. Collective, unless
+        ``comm`` is None: then as this rank has them.
 
         Their old memory is released at the end of this call, so that at any time at most one
         flat buffer exists beside the parameters it replaces.
@@ -98,10 +99,19 @@ class FlatBuffer:
         homes = [view_as_param(self.param, slot, params[slot.param]) for slot in slots]
         for slot, home in zip(slots, homes, strict=True):
             home.copy_(params[slot.param].detach())
-        comm.broadcast_(self.param)
+        if comm is not None:
+            comm.broadcast_(self.param)
         for slot, home in zip(slots, homes, strict=True):
             BACKENDS[self.device.type].about_to_free(params[slot.param].detach())
             params[slot.param].data = home
+
+    def copy_moments(self, other: FlatBuffer) -> None:
+        """Those of another buffer of the same layout."""
+        if other.max_exp_avg_sq is not None:
+            self.ensure_max_exp_avg_sq()
+        theirs = other.owned_moments()
+        for name, moment in self.owned_moments().items():
+            moment.copy_(theirs[name])
 
     def ensure_max_exp_avg_sq(self) -> None:
         """Make room for amsgrad's third moment, zero at first."""

@@ -10,9 +10,9 @@ import torch
 from fusedshard import checkpoint, kernels
 from fusedshard.comm import Communicator
 from fusedshard.exchange import GradientExchange
-from fusedshard.flat import BucketMemory, FlatBuffer
+from fusedshard.flat import BucketMemory, FlatBuffer, view_as_param
 from fusedshard.gradients import GradientReducer
-from fusedshard.layout import Layout, Segment, build_layout
+from fusedshard.layout import FlatLayout, Layout, Segment, Slot, build_layout
 from fusedshard.options import ParallelOptions
 from fusedshard.params import (
     KEEP_PARAMETERS,
@@ -60,11 +60,7 @@ class Holdings:
     def admit(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Number all parameters, and take those that train into flat memory. Collective."""
         self._settle()
-        self.params = iterate_params(groups)
-        self._labels = parameter_labels(groups)
-        self._forms = [form_of(param) for param in self.params]
-        self._group_sizes = [len(group["params"]) for group in groups]
-        self._group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
+        self._number(groups)
         training = [index for index, p in enumerate(self.params) if p.requires_grad]
         self._choose_device([self.params[index] for index in training])
         new = len(self.params) - len(self.steps)
@@ -72,6 +68,28 @@ class Holdings:
         self._adopt(training)
         self._make_tables()
         self._make_room_for_amsgrad([bool(group["amsgrad"]) for group in groups])
+
+    def admit_copies(self, groups: Sequence[Mapping[str, Any]], original: Holdings) -> None:
+        """Take the copied parameters of ``groups`` into flat memory, where the original has its
+        own there, and copy all that it holds of them. Without communication."""
+        self._number(groups)
+        for label, param, form in zip(self._labels, self.params, original._forms, strict=True):
+            check_form(label, param, form)
+        self._adopted = set(original._adopted)
+        self._choose_device([self.params[index] for index in sorted(self._adopted)])
+        self.set_steps(original.steps.clone())
+        for theirs in original._flats:
+            flat = self._new_flat(theirs.layout)
+            flat.adopt(self.params, None)
+            flat.copy_moments(theirs)
+        self._make_tables()
+
+    def _number(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        self.params = iterate_params(groups)
+        self._labels = parameter_labels(groups)
+        self._forms = [form_of(param) for param in self.params]
+        self._group_sizes = [len(group["params"]) for group in groups]
+        self._group_of = [index for index, group in enumerate(groups) for _ in group["params"]]
 
     def labelled_params(self) -> list[tuple[str, torch.Tensor]]:
         """All parameters with their names for messages."""
@@ -146,13 +164,14 @@ class Holdings:
         self._adopted.update(new)
         specs = [spec_of(index, self.params[index]) for index in new]
         layout = build_layout(specs, self.comm.world_size, self._options.bucket_cap_bytes)
-        keep_reduced = self._sharded and self._reduces
         for flat_layout in layout.flats:
-            flat = FlatBuffer(
-                flat_layout, self.comm, sharded=self._sharded, keep_reduced=keep_reduced
-            )
-            flat.adopt(self.params, self.comm)
-            self._flats.append(flat)
+            self._new_flat(flat_layout).adopt(self.params, self.comm)
+
+    def _new_flat(self, layout: FlatLayout) -> FlatBuffer:
+        keep_reduced = self._sharded and self._reduces
+        flat = FlatBuffer(layout, self.comm, sharded=self._sharded, keep_reduced=keep_reduced)
+        self._flats.append(flat)
+        return flat
 
     def _make_tables(self) -> None:
         self._retire(self._tables, self._packing)
@@ -234,7 +253,11 @@ class Holdings:
                     state[slot.param] = {n: flat.moment_view(n, slot, param) for n in names}
         for index in indices - state.keys():  # empty parameters have no place in flat memory
             state[index] = {n: torch.zeros_like(self.params[index]) for n in checkpoint.MOMENTS}
-        return {i: {"step": self.step_mirror[i], **moments} for i, moments in state.items()}
+        return {i: {"step": self._step_view(i), **moments} for i, moments in state.items()}
+
+    def _step_view(self, index: int) -> torch.Tensor:
+        """In a storage of its own, so that pickling one parameter's does not write all."""
+        return view_as_param(self.step_mirror, Slot(index, index, 1), self.step_mirror[index])
 
     def full_moments(self, *, keep: bool = True) -> dict[int, dict[str, torch.Tensor]]:
         """Copies of all parameters' moments, whole, unless this rank is not to keep them.

@@ -16,7 +16,6 @@ from fusedshard.fingerprint import agree_on_groups
 from fusedshard.layout import Layout
 from fusedshard.options import ParallelOptions, check_groups, check_hyperparameters
 from fusedshard.params import reject_sets
-from fusedshard.stats import Stats
 
 
 class Adam(AveragingOptimizer):
@@ -97,9 +96,7 @@ class Adam(AveragingOptimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        self.stats = Stats()
-        self._options = ParallelOptions(mode, process_group, reduction, grad_sync, bucket_cap_mb)
-        self._engine = None
+        self._begin(ParallelOptions(mode, process_group, reduction, grad_sync, bucket_cap_mb))
         comm = Communicator(process_group, self.stats)
         error = None
         try:

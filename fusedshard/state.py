@@ -1,21 +1,37 @@
-"""The visible state of an optimizer over an engine's arrays: ``optimizer.state``, state dicts."""
+"""The visible state of an optimizer over an engine's arrays: ``optimizer.state``, state dicts, and
+copies of the whole."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from fusedshard import checkpoint
-from fusedshard.comm import describe_error, raise_shared
+from fusedshard.comm import Communicator, describe_error, raise_shared
 from fusedshard.engine import Engine
+from fusedshard.options import ParallelOptions, check_groups
+from fusedshard.stats import Stats
+
+ARRAYS = ("step", *checkpoint.MOMENTS)  # what the engine has of a parameter's state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose state lies in an `Engine`."""
 
     _engine: Engine | None
+
+    def _begin(self, options: ParallelOptions) -> None:
+        """What an optimizer has beside torch's attributes, before there is an engine."""
+        self.stats = Stats()
+        self._options = options
+        self._engine = None
+        self._scaler_agrees = self._warned_of_scaler = False
 
     @property
     def _built(self) -> Engine:
@@ -26,19 +42,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Make the engine's arrays visible in ``self.state``: those that are not, or all."""
         params = self._built.params
         amsgrad = {p for group in self.param_groups if group["amsgrad"] for p in group["params"]}
-        shown = {
-            index
-            for index in indices
-            if renew
-            or params[index] not in self.state
-            or (params[index] in amsgrad and "max_exp_avg_sq" not in self.state[params[index]])
-        }
+
+        def lacks(param: torch.Tensor) -> bool:
+            state = self.state.get(param, {})
+            return "step" not in state or (param in amsgrad and "max_exp_avg_sq" not in state)
+
+        shown = {index for index in indices if renew or lacks(params[index])}
         if not shown:
             return
-        for index, state in self._built.visible_state(shown).items():
-            if params[index] not in amsgrad:
-                state.pop("max_exp_avg_sq", None)
-            self.state[params[index]] = state
+        for index, arrays in self._built.visible_state(shown).items():
+            state = self.state[params[index]]  # beside what the user keeps there
+            if params[index] not in amsgrad and "max_exp_avg_sq" not in state:
+                arrays.pop("max_exp_avg_sq", None)
+            state.update(arrays)
+
+    def _show_saved(self, saved: Mapping[Any, Any]) -> None:
+        """Replace ``self.state``: by the engine's arrays for the parameters that ``saved`` has
+        state of, and by whatever else it holds."""
+        numbers: dict[Any, int] = {param: i for i, param in enumerate(self._built.params)}
+        self.state.clear()
+        self.state.update(
+            (key, state) for key, state in saved.items() if state or key not in numbers
+        )
+        self._show_state([numbers[key] for key in self.state if key in numbers], renew=True)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, without communication, where this rank has all of the state: in replicated
@@ -123,22 +149,86 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError("state_dict: the ranks bring different ones")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what torch's ``load_state_dict`` has put together."""
+        """Take over what torch's ``load_state_dict`` has put together, or what was pickled."""
+        if "options" in state:
+            self._unpickle(state)
+            return
         self.param_groups = state["param_groups"]
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
             if self.defaults["decoupled_weight_decay"]:
                 group["decoupled_weight_decay"] = True
-        params = self._built.params
-        loaded = {i: state["state"][p] for i, p in enumerate(params) if state["state"].get(p)}
-        with torch.inference_mode(False):
-            self._built.load(loaded)
-        self.state.clear()
-        self._show_state(loaded, renew=True)
+        self._load(self._built, state["state"])
+        self._show_saved(state["state"])
 
-    def __getstate__(self) -> NoReturn:
+    def _load(self, engine: Engine, state: Mapping[Any, Any]) -> None:
+        loaded = {i: state[p] for i, p in enumerate(engine.params) if state.get(p)}
+        with torch.inference_mode(False):
+            engine.load(loaded)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle, on one rank: what torch pickles, and the options without process group.
+
+        Raises:
+            TypeError: this rank is one of several.
+        """
+        if self._built.comm.world_size > 1:
+            raise TypeError(
+                f"{type(self).__name__} of several ranks cannot be pickled: save full_state_dict() "
+                "and load it into a new optimizer"
+            )
+        options = replace(self._options, process_group=None)
+        return {**super().__getstate__(), "options": options}
+
+    def _unpickle(self, pickled: dict[str, Any]) -> None:
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"{type(self).__name__}: was pickled on one rank and cannot be unpickled on one of "
+                "several: load its state_dict() into a new optimizer"
+            )
+        self._begin_copy(pickled["defaults"], pickled["param_groups"], pickled["options"])
+        check_groups(self.param_groups)
+        engine = Engine(Communicator(None, self.stats), self._options)
+        with torch.inference_mode(False):
+            engine.admit(self.param_groups)
+        self._load(engine, pickled["state"])
+        self._engine = engine
+        self._show_saved(pickled["state"])
+
+    def _begin_copy(self, defaults: Any, groups: Any, options: ParallelOptions) -> None:
+        """In place of the constructor."""
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        super().__setstate__({"defaults": defaults, "state": state, "param_groups": groups})
+        self._begin(options)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """An optimizer of the copied parameters, which goes on from here: of the copied model's in
+        ``copy.deepcopy((model, optimizer))``.
+
+        It has the same process group, and its steps are collective, too; copying sends nothing.
+        As with torch's, hooks and gradients stay behind.
+        """
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        groups = copy.deepcopy(self.param_groups, memo)
+        twin._begin_copy(copy.deepcopy(self.defaults, memo), groups, self._options)
+        engine = Engine(self._built.comm.for_copy(twin.stats), self._options)
+        engine.admit_copies(groups, self._built)
+        twin._engine = engine
+        numbers = dict.fromkeys(self._built.params)
+        beside = {
+            key: {name: None if name in ARRAYS else value for name, value in state.items()}
+            if key in numbers
+            else state
+            for key, state in self.state.items()
+        }
+        twin._show_saved(copy.deepcopy(beside, memo))
+        return twin
+
+    def __copy__(self) -> NoReturn:
         raise TypeError(
-            f"{type(self).__name__} cannot be pickled or copied: save full_state_dict() and load "
-            "it into a new optimizer"
+            f"{type(self).__name__}: two cannot share their parameters' memory: use copy.deepcopy"
         )

@@ -201,3 +201,29 @@ def test_gradient_of_another_dtype_is_converted(dtype: torch.dtype) -> None:
     fusedshard.Adam(ours, eps=1.0).step()
     fusedshard.Adam(theirs, eps=1.0).step()
     assert_same_bits(ours[0].detach(), theirs[0].detach())
+
+
+def test_cmp_04_state_that_was_looked_at_before_the_first_step() -> None:
+    """Looking makes an empty entry, as with torch, which the step fills."""
+    seen = []
+    for kind in (fusedshard.AdamW, torch.optim.AdamW):
+        (p,) = params = make_params([(4,)])
+        optimizer = kind(params)
+        assert optimizer.state[p] == {}
+        step_with_ones(optimizer, params)
+        seen.append(optimizer.state_dict()["state"])
+    torch.testing.assert_close(seen[0], seen[1], rtol=0, atol=1e-6)
+
+
+def test_a_users_own_entries_stay_in_the_state() -> None:
+    """Beside a late group, and through a state dict."""
+    (p,) = params = make_params([(4,)])
+    optimizer: Any = fusedshard.AdamW(params)
+    step_with_ones(optimizer, params)
+    optimizer.state[p]["mine"], optimizer.state["everyones"] = torch.arange(2), 7
+    optimizer.add_param_group({"params": make_params([(3,)])})
+    assert optimizer.state[p]["mine"].tolist() == [0, 1]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[p]["mine"].tolist() == [0, 1] and optimizer.state["everyones"] == 7
+    step_with_ones(optimizer, params)
+    assert optimizer.state[p]["step"] == 2
