@@ -33,9 +33,11 @@ _SHARED_ERRORS = {kind.__name__: kind for kind in (ValueError, TypeError, Runtim
 # Our own gloo connections beside each group we were given, so that buckets never interleave with
 # the user's collectives. Kept while the given group lives: they cost a rendezvous and threads.
 _connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-# How many optimizers have used each, of which it counts no more than this, copies apart.
-_MOST_OPTIMIZERS, _MOST_COPIES = 1 << 20, 1 << 29  # tags are below 1 << 31
+# How many optimizers have used each, copies of optimizers apart.
 _channels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+# Numbers of optimizers, and of copies behind them: three tags for each stay below 1 << 31.
+_MOST_OPTIMIZERS, _MOST_COPIES = 1 << 20, 1 << 29
 
 
 class Communicator:

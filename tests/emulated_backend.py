@@ -33,6 +33,12 @@ class EmulatedBackend(CudaBackend):
     def about_to_free(self, tensor: torch.Tensor) -> None:
         """Its memory has no streams."""
 
+    def note_stream(self, device: torch.device, streams: set[Any]) -> None:
+        """Nor has what is done to it."""
+
+    def wait_for_streams(self, device: torch.device, streams: set[Any]) -> None:
+        """Likewise."""
+
     def capturing(self) -> bool:
         return self.graph
 

@@ -281,7 +281,7 @@ def _rebuild(rank: Rank, mode: str) -> tuple[int, bool]:
     sent = first.stats.calls["all_to_all"]
     del first
     gc.collect()
-    hooks: Any = net.first.weight._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    hooks: Any = net.first.weight._post_accumulate_grad_hooks
     return len(hooks) - 1, dead() is None and sent == 1
 
 
