@@ -152,7 +152,7 @@ class Engine(Holdings):
         """Averaged gradients are there on every rank or on none."""
         if self._exchange.overlapped and not self._sharded and self._averaged is not None:
             renewed = {i for number in agreed.stale for i in self._exchange.members[number]}
-            partly = [index for index in agreed.partly if index not in renewed]
+            partly = [i for i in agreed.partly if i in self._exchange.spans and i not in renewed]
         else:
             partly = [] if self._reduces else agreed.partly
         if partly:

@@ -76,6 +76,7 @@ class GradientExchange:
         """The buckets as they are now: those it knows, and new ones behind them. Nothing may be on
         its way."""
         self.params, self._labels, self._packing = params, labels, packing
+        self._empty = [index for index, param in enumerate(params) if not param.numel()]
         known, self._buckets = len(self._buckets), list(buckets)
         for number, bucket in enumerate(self._buckets[known:], known):
             self.members.append(list(dict.fromkeys(segment.param for segment in bucket.segments)))
@@ -127,6 +128,9 @@ class GradientExchange:
             self.reducer.finish()
             self._deliver()
             self._fill(used)
+            for index in self._empty if self.in_place else ():
+                if used[index] and self.params[index].grad is None:
+                    self.params[index].grad = torch.zeros_like(self.params[index])
         self._dirty.clear()
         self.note_present()
 
@@ -182,6 +186,8 @@ class GradientExchange:
         bucket = self._buckets[number]
         addresses = {}
         for index in self.members[number]:
+            if self.spans[index].start == number:  # a change between two buckets shows, too
+                self._marks[index] = mark_of(self.params[index].grad)
             grad = self._take_gradient(index, used)
             addresses[index] = 0 if grad is None else grad.data_ptr()
         bucket.packing.point_at(addresses)
@@ -193,7 +199,6 @@ class GradientExchange:
         if index in self._sent:  # by another bucket
             return self._sent[index]
         param, grad = self.params[index], None
-        self._marks[index] = mark_of(param.grad)
         if not self.is_home(index):
             return None  # as the step will say
         try:
