@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,25 +18,40 @@ MICRO_BATCHES = 2
 Losses = list[float]
 
 
-def script(rank: Rank, changes: str) -> tuple[Losses, list[str]]:
-    """DDP, AdamW, GradScaler with unscale_, clipping, OneCycleLR and accumulation; losses and
-    warnings. ``changes``: none, the optimizer alone, or optimizer, scaler and clipping."""
+class Changes(NamedTuple):
+    """Of the script: the lines that fusedshard takes the place of."""
+
+    optimizer: dict[str, Any] | None = None  # its options, if it is ours
+    scaler_and_clip: bool = False
+    ddp: bool = False
+
+
+NONE = Changes()
+CHANGES = {
+    "optimizer alone": Changes({"grad_sync": "external"}),
+    "three lines, sharded": Changes({"mode": "sharded"}, scaler_and_clip=True),
+    "three lines, replicated": Changes({"mode": "replicated"}, scaler_and_clip=True),
+    "and DDP, sharded": Changes({"mode": "sharded"}, scaler_and_clip=True, ddp=True),
+    "and DDP, replicated": Changes({"mode": "replicated"}, scaler_and_clip=True, ddp=True),
+    "optimizer and DDP": Changes({"mode": "replicated"}, ddp=True),
+}
+
+
+def script(rank: Rank, changes: Changes) -> tuple[Losses, list[str]]:
+    """DDP, AdamW, GradScaler with unscale_, clipping, OneCycleLR and accumulation; losses and the
+    last scale."""
     torch.manual_seed(0)
     hidden = torch.nn.Linear(16, 33)
     net = torch.nn.Sequential(hidden, torch.nn.Tanh(), torch.nn.Linear(33, 1))
-    model = DistributedDataParallel(net, process_group=rank.group)
     hyper: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    model: Any = net if changes.ddp else DistributedDataParallel(net, process_group=rank.group)
     optimizer: Any = torch.optim.AdamW(model.parameters(), **hyper)
-    scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=10)
-    if changes == "optimizer":
-        optimizer = fusedshard.AdamW(
-            model.parameters(), process_group=rank.group, grad_sync="external", **hyper
-        )
-    elif changes:
-        optimizer = fusedshard.AdamW(
-            model.parameters(), process_group=rank.group, mode=changes, **hyper
-        )
-        scaler = fusedshard.GradScaler("cpu", init_scale=1024.0, growth_interval=10)
+    if changes.optimizer is not None:
+        options = {**hyper, **changes.optimizer}
+        optimizer = fusedshard.AdamW(model.parameters(), process_group=rank.group, **options)
+    no_sync = optimizer.no_sync if changes.ddp else model.no_sync
+    kind: Any = fusedshard.GradScaler if changes.scaler_and_clip else torch.amp.GradScaler
+    scaler = kind("cpu", init_scale=1024.0, growth_interval=10)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS)
     data = torch.Generator().manual_seed(rank.rank)
     losses = []
@@ -48,15 +63,15 @@ def script(rank: Rank, changes: str) -> tuple[Losses, list[str]]:
                 x[0, 0] = torch.inf  # this step is skipped
             loss = (model(x) - x.sum(dim=1, keepdim=True)).square().mean() / MICRO_BATCHES
             if micro < MICRO_BATCHES - 1:
-                with model.no_sync():
+                with no_sync():
                     scaler.scale(loss).backward()
             else:
                 scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-        if changes in ("", "optimizer"):
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        else:
+        if changes.scaler_and_clip:
             optimizer.clip_grad_norm_(1.0)
+        else:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         schedule.step()
@@ -64,7 +79,7 @@ def script(rank: Rank, changes: str) -> tuple[Losses, list[str]]:
     return losses, [f"scale {scaler.get_scale()}"]
 
 
-def run_script(rank: Rank, changes: str) -> tuple[Losses, list[str], list[str]]:
+def run_script(rank: Rank, changes: Changes) -> tuple[Losses, list[str], list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses, scale = script(rank, changes)
@@ -72,11 +87,11 @@ def run_script(rank: Rank, changes: str) -> tuple[Losses, list[str], list[str]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("changes", ["optimizer", "sharded", "replicated"])
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_losses_are_those_of_the_script_as_it_was(
-    ranks: RankPool, world_size: int, changes: str
+    ranks: RankPool, world_size: int, changes: Changes
 ) -> None:
-    want = ranks.run(world_size, run_script, "")
+    want = ranks.run(world_size, run_script, NONE)
     for ours, theirs in zip(ranks.run(world_size, run_script, changes), want, strict=True):
         assert ours[0] == pytest.approx(theirs[0], rel=0, abs=1e-6, nan_ok=True)
         assert ours[1:] == theirs[1:]

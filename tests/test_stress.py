@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import time
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +20,7 @@ from fusedshard import layout
 STEPS = 500
 RANKS = 3
 SHAPES = [(40,), (17, 25), (1,), (0,), (300,), (3, 5), (), (90, 7), (64,)]
-HYPER = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}
+HYPER: dict[str, Any] = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}
 
 Gradients = list[torch.Tensor | None]
 

@@ -163,7 +163,7 @@ def build(variant: str, settings: Settings) -> tuple[nn.Module, torch.optim.Opti
         model.parameters(),
         mode="sharded" if variant == "sharded" else "replicated",
         # The mistake: this says that gradients are averaged already, and nobody has done it.
-        grad_sync="external" if variant == "mistake" else "step",
+        grad_sync="external" if variant == "mistake" else "backward",
         reduction="ordered",
         bucket_cap_mb=settings.bucket_cap_mb,
         **usual,
