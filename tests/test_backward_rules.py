@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import Rank, RankPool
 from scenarios import WIDTH, Net, Turn, loss
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_same_bits, make_params, run_backward
+from training import assert_same_bits, make_params, backward
 
 import fusedshard
 
@@ -69,7 +69,7 @@ def test_what_p_grad_holds_after_backward(ranks: RankPool, mode: str) -> None:
 def _gradients_after_backward(rank: Rank, mode: str) -> list[list[float] | None]:
     params = make_params([(3,)] * 3)
     optimizer = make(rank, params, mode)
-    run_backward(
+    backward(
         params,
         [torch.full((3,), 1.0 + rank.rank), torch.full((3,), 7.0) if rank.rank else None, None],
     )
@@ -101,7 +101,7 @@ def _edit_late(rank: Rank, edit: str) -> tuple[str, bool, bool]:
     optimizer, twin = (make(rank, ps, "sharded") for ps in (params, twins))
     grads = [torch.full_like(p, 1.0 + rank.rank + i) for i, p in enumerate(params)]
     before = [p.detach().clone() for p in params]
-    run_backward(params, grads)
+    backward(params, grads)
     if rank.rank == 1:
         EDITS[edit](params)
     with pytest.raises(RuntimeError) as caught:
@@ -110,7 +110,7 @@ def _edit_late(rank: Rank, edit: str) -> tuple[str, bool, bool]:
     same = same and not optimizer.state
     optimizer.zero_grad()
     for ps, chosen in ((params, optimizer), (twins, twin)):
-        run_backward(ps, grads)
+        backward(ps, grads)
         chosen.step()
     recovered = all(torch.equal(p, q) for p, q in zip(params, twins, strict=True))
     return str(caught.value), same, recovered
@@ -143,7 +143,7 @@ def test_lif_12_edits_are_honoured_elsewhere(
 def _edit_and_step(rank: Rank, mode: str, grad_sync: str, edit: str) -> list[torch.Tensor]:
     params = make_params([(4, 5), (6, 2)])
     optimizer = make(rank, params, mode, grad_sync=grad_sync)
-    run_backward(params, [torch.full_like(p, 1.0 + rank.rank + i) for i, p in enumerate(params)])
+    backward(params, [torch.full_like(p, 1.0 + rank.rank + i) for i, p in enumerate(params)])
     EDITS[edit](params)
     optimizer.step()
     return [p.detach() for p in params]
@@ -158,7 +158,7 @@ def _take_away(rank: Rank) -> tuple[bool, list[float]]:
     params = make_params([(2,), (2,)])
     before = params[0].detach().clone()
     optimizer = make(rank, params, "sharded")
-    run_backward(params, [torch.ones(2), torch.full((2,), 3.0)])
+    backward(params, [torch.ones(2), torch.full((2,), 3.0)])
     params[0].grad = None
     if rank.rank == 1:
         params[1].grad = None
@@ -180,7 +180,7 @@ def _two_optimizers(rank: Rank, mode: str) -> list[float]:
     value = 1.0 + rank.rank
     grads = [[torch.full_like(p, scale * value) for p in groups[0]] for scale in (1.0, 10.0)]
     order = [(i, j) for j in range(3) for i in ((0, 1) if rank.rank else (1, 0))]
-    run_backward([groups[i][j] for i, j in order], [grads[i][j] for i, j in order])
+    backward([groups[i][j] for i, j in order], [grads[i][j] for i, j in order])
     for optimizer in optimizers:
         optimizer.step()
     states = [optimizer.full_state_dict()["state"] for optimizer in optimizers]
@@ -295,7 +295,7 @@ def _unequal(rank: Rank) -> str:
     (param,) = make_params([(3,)])
     optimizer = make(rank, [param], "replicated")
     for _ in range(2 - rank.rank):
-        run_backward([param], [torch.ones(3)])
+        backward([param], [torch.ones(3)])
     with pytest.raises(RuntimeError) as caught:
         optimizer.step()
     return str(caught.value)

@@ -15,7 +15,7 @@ from training import (
     gradient,
     make_params,
     mean_gradient,
-    run_backward,
+    backward,
 )
 
 import fusedshard
@@ -42,7 +42,7 @@ def clip_and_train(
             mean = mean_gradient(param, step, i, rank.world_size)
             grads.append(mean if external else gradient(param, step, i, rank.rank))
             param.grad = None
-        run_backward(params, grads)
+        backward(params, grads)
         some = None if chosen is None else [params[i] for i in chosen]
         norms.append(optimizer.clip_grad_norm_(parameters=some, **clip))
         optimizer.step()
@@ -312,7 +312,7 @@ def _clip_anew(rank: Rank, mode: str) -> list[float]:
     norms = []
     for value in (3.0, 5.0):
         param.grad = None
-        run_backward([param], [torch.tensor([value])])
+        backward([param], [torch.tensor([value])])
         norms.append(optimizer.clip_grad_norm_(1.0).item())
     optimizer.step()
     return norms

@@ -1,4 +1,4 @@
-"""Gradients that are missing, late, sparse or frozen; parameters that moved."""
+"""Gradients that are missing, late, sparse or of odd memory; parameters that are frozen."""
 
 from __future__ import annotations
 
@@ -7,171 +7,170 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, RankPool
-from training import assert_same_bits, gradient, make_params, mean_gradient
+from sides import Side, check_against_torch
+from training import (
+    MODES,
+    Variant,
+    assert_same_bits,
+    backward,
+    each_variant,
+    gradient,
+    make_params,
+)
 
 import fusedshard
-
-MODES = ("sharded", "replicated")
 
 
 def snapshot(optimizer: fusedshard.Adam, params: list[torch.nn.Parameter]) -> Any:
     return [p.detach().clone() for p in params], optimizer.full_state_dict()["state"]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_variant
 @pytest.mark.parametrize("user", [0, 1])
 def test_lif_01_a_gradient_on_one_rank_counts_as_half(
-    ranks: RankPool, mode: str, user: int
+    ranks: RankPool, variant: Variant, user: int
 ) -> None:
-    for a, b, grad in ranks.run(2, _lif_01, mode, user):
-        assert b == pytest.approx(-1 / 3, abs=1e-6)  # the mean is 0.5
-        assert a == pytest.approx(-1 / 2, abs=1e-6)  # both ranks have 1
-        assert grad == (0.5 if mode == "replicated" else None)
+    for a, b, grad in ranks.run(2, _lif_01, variant, user):
+        assert b == pytest.approx(-0.33333, abs=1e-5)  # the mean is 0.5
+        assert a == pytest.approx(-0.5, abs=1e-6)  # both ranks have 1
+        assert grad == (0.5 if variant.mode == "replicated" else None)
 
 
-def _lif_01(rank: Rank, mode: str, user: int) -> tuple[float, float, float | None]:
+def _lif_01(rank: Rank, variant: Variant, user: int) -> tuple[float, float, float | None]:
     a, b = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
-    optimizer = fusedshard.Adam([a, b], lr=1.0, eps=1.0, mode=mode, process_group=rank.group)
-    a.grad = torch.ones(1)
-    b.grad = torch.ones(1) if rank.rank == user else None
+    optimizer = variant.ours([a, b], rank, lr=1.0, eps=1.0, weight_decay=0.0)
+    backward([a, b], [torch.ones(1), torch.ones(1) if rank.rank == user else None])
     optimizer.step()
-    other = b.grad if rank.rank != user or mode == "replicated" else None
+    other = b.grad if rank.rank != user or variant.mode == "replicated" else None
     return a.item(), b.item(), None if other is None else other.item()
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_lif_02_no_gradient_anywhere_leaves_all_bits(ranks: RankPool, mode: str) -> None:
-    for before, after, moved in ranks.run(2, _lif_02, mode):
-        assert_same_bits(before[0][1], after[0][1])
-        assert_same_bits(before[1][1], after[1][1])
-        assert after[1][1]["step"] == 3 and after[1][0]["step"] == 6
-        assert not torch.equal(before[0][0], after[0][0])
-        # A zero gradient, in contrast, decays the weight and counts.
-        assert not torch.equal(moved[0][1], after[0][1]) and moved[1][1]["step"] == 4
+@each_variant
+def test_lif_02_no_gradient_anywhere_leaves_all_bits(ranks: RankPool, variant: Variant) -> None:
+    before, after, moved = check_against_torch(ranks, 2, variant, _lif_02)
+    assert_same_bits(before[0][1], after[0][1])
+    assert_same_bits(before[1]["state"][1], after[1]["state"][1])
+    assert after[1]["state"][1]["step"] == 3 and after[1]["state"][0]["step"] == 6
+    assert not torch.equal(before[0][0], after[0][0])
+    # A zero gradient, in contrast, moves the weight and counts.
+    assert not torch.equal(moved[0][1], after[0][1]) and moved[1]["state"][1]["step"] == 4
 
 
-def _lif_02(rank: Rank, mode: str) -> Any:
-    params = make_params([(9,), (5, 3)])
-    options: dict[str, Any] = {"weight_decay": 0.1, "mode": mode, "process_group": rank.group}
-    optimizer = fusedshard.AdamW(params, **options)
-    before = None
+def _lif_02(side: Side) -> list[Any]:
+    params, outcomes = side.params([(9,), (5, 3)]), []
+    optimizer = side.build(params, lr=0.1, eps=1.0, weight_decay=0.1)
     for step in range(6):
         if step == 3:
-            before = snapshot(optimizer, params)
-        params[0].grad = gradient(params[0], step, 0, rank.rank)
-        params[1].grad = gradient(params[1], step, 1, rank.rank) if step < 3 else None
+            outcomes.append(side.outcome(optimizer))
+        optimizer.zero_grad()
+        side.backward(params, step, absent=[1] if step >= 3 else [])
         optimizer.step()
-    after = snapshot(optimizer, params)
-    params[1].grad = torch.zeros(5, 3)
+    outcomes.append(side.outcome(optimizer))
+    optimizer.zero_grad()
+    backward(params[1:], [torch.zeros(5, 3)])
     optimizer.step()
-    return before, after, snapshot(optimizer, params)
+    return [*outcomes, side.outcome(optimizer)]
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_lif_03_frozen_parameters_are_left_alone(ranks: RankPool, mode: str) -> None:
-    for before, after, moment_bytes, padded in ranks.run(2, _lif_03, mode):
+@each_variant
+def test_lif_03_frozen_parameters_are_left_alone(ranks: RankPool, variant: Variant) -> None:
+    ((params, state),) = check_against_torch(ranks, 2, variant, _lif_03)
+    assert state["state"].keys() == {1}
+    frozen = make_params([(100, 7), (300,), (10, 10)])
+    assert torch.equal(params[0], frozen[0]) and torch.equal(params[2], frozen[2])
+
+
+def _lif_03(side: Side) -> list[Any]:
+    """As adapters are trained: most is frozen, and listed all the same."""
+
+    def build(params: list[torch.nn.Parameter]) -> Any:
         for index in (0, 2):
-            assert torch.equal(before[index], after[0][index])
-        assert not torch.equal(before[1], after[0][1])
-        assert after[1].keys() == {1}
-        # No memory for frozen ones: 300 elements, 8 bytes each, and padding.
-        assert moment_bytes == (8 * padded if mode == "replicated" else 4 * padded)
-        assert padded == 320
+            params[index].requires_grad_(False)
+        return side.build(params, lr=0.1, eps=1.0, weight_decay=0.1)
 
-
-def _lif_03(rank: Rank, mode: str) -> Any:
     params = make_params([(100, 7), (300,), (10, 10)])
-    params[0].requires_grad_(False)
-    params[2].requires_grad_(False)
-    options: dict[str, Any] = {"weight_decay": 0.1, "mode": mode, "process_group": rank.group}
-    optimizer = fusedshard.AdamW(params, **options)
-    before = [p.detach().clone() for p in params]
-    for step in range(5):
-        params[1].grad = gradient(params[1], step, 1, rank.rank)
+    optimizer = build(params)
+    for step in range(7):
+        if step == 5:
+            state = side.full_state(optimizer)
+            params = [torch.nn.Parameter(p.detach().clone()) for p in params]
+            optimizer = build(params)
+            optimizer.load_state_dict(state)
+        optimizer.zero_grad()
+        side.backward(params, step, absent=[0, 2])
         optimizer.step()
-    return (
-        before,
-        snapshot(optimizer, params),
-        optimizer.memory()["moments"],
-        optimizer.layout.padded_numel,
-    )
+    if side.ours:  # no memory for the frozen ones: 300 elements, 8 bytes each, and padding
+        moments = 8 * 320 if side.variant.mode == "replicated" else 4 * 320
+        assert (optimizer.layout.padded_numel, optimizer.memory()["moments"]) == (320, moments)
+    return [side.outcome(optimizer)]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_variant
 @pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_lif_04_unfrozen_later_and_frozen_again(
-    ranks: RankPool, mode: str, everywhere: bool
+    ranks: RankPool, world_size: int, variant: Variant, everywhere: bool
 ) -> None:
-    results = ranks.run(3, _lif_04, mode, everywhere)
-    params = make_params([(5, 3), (7,)])
-    params[1].requires_grad_(False)
-    reference = torch.optim.AdamW(params, lr=0.1, eps=1.0)
-    for step in range(8):
-        params[1].requires_grad_(3 <= step < 6)
-        for index, param in enumerate(params):
-            used = [0, 1, 2] if everywhere or index == 0 else [1]
-            total = torch.stack([gradient(param, step, index, rank) for rank in used]).sum(0)
-            param.grad = total / 3 if param.requires_grad else None
-        reference.step()
-        for result in results:
-            for ours, expected in zip(result[step][0], params, strict=True):
-                torch.testing.assert_close(ours, expected.detach(), rtol=0, atol=1e-6)
-            steps = {index: state["step"].item() for index, state in result[step][1].items()}
-            assert steps == {
-                index: reference.state[p]["step"].item()
-                for index, p in enumerate(params)
-                if p in reference.state
-            }
+    """The second parameter is used by all ranks, or by rank 1 alone."""
+    steps = check_against_torch(ranks, world_size, variant, _lif_04, everywhere)
+    counts = [int(state["state"].get(1, {"step": 0})["step"]) for _, state in steps]
+    assert counts == [0, 0, 0, 1, 2, 3, 3, 3]
 
 
-def _lif_04(rank: Rank, mode: str, everywhere: bool) -> Any:
-    params = make_params([(5, 3), (7,)])
+def _lif_04(side: Side, everywhere: bool) -> list[Any]:
+    params, outcomes = make_params([(5, 3), (7,)]), []
     params[1].requires_grad_(False)
-    options: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "mode": mode, "process_group": rank.group}
-    optimizer = fusedshard.AdamW(params, **options)
-    results = []
+    optimizer = side.build(params, lr=0.1, eps=1.0, weight_decay=0.1)
     for step in range(8):
         params[1].requires_grad_(3 <= step < 6)
-        for index, param in enumerate(params):
-            has_one = everywhere or index == 0 or rank.rank == 1
-            grad = gradient(param, step, index, rank.rank)
-            param.grad = grad if param.requires_grad and has_one else None
+        optimizer.zero_grad()
+        grads: list[torch.Tensor | None] = [side.gradient(params[0], step, 0), None]
+        if params[1].requires_grad and everywhere:
+            grads[1] = side.gradient(params[1], step, 1)
+        elif params[1].requires_grad and (not side.ours or side.number == 1):
+            share = 1 if side.ours else 1 / side.world_size
+            grads[1] = gradient(params[1], step, 1, 1) * share
+        backward(params, grads)
         optimizer.step()
-        results.append(snapshot(optimizer, params))
-    return results
+        outcomes.append(side.outcome(optimizer))
+    return outcomes
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_step_without_any_gradient_is_a_no_op(ranks: RankPool, mode: str) -> None:
-    for before, after, state in ranks.run(2, _no_gradient, mode):
-        assert_same_bits(before, after)
-        assert state == {}
+@each_variant
+def test_a_step_without_any_gradient_is_a_no_op(ranks: RankPool, variant: Variant) -> None:
+    """Also between others, and the ranks stay in step."""
+    check_against_torch(ranks, 2, variant, _no_gradient)
 
 
-def _no_gradient(rank: Rank, mode: str) -> Any:
-    params = make_params([(5, 3), (7,)])
-    optimizer = fusedshard.AdamW(params, mode=mode, process_group=rank.group)
-    before = [p.detach().clone() for p in params]
-    optimizer.step()
-    optimizer.step()
-    return before, [p.detach().clone() for p in params], dict(optimizer.state)
+def _no_gradient(side: Side) -> list[Any]:
+    params, outcomes = side.params([(5, 3), (7,)]), []
+    optimizer = side.build(params, lr=0.1, eps=1.0, weight_decay=0.1)
+    for step in range(5):
+        optimizer.zero_grad()
+        side.backward(params, step, absent=() if step in (2, 4) else (0, 1))
+        optimizer.step()
+        outcomes.append(side.outcome(optimizer))
+    assert_same_bits(outcomes[0][0], outcomes[1][0])
+    assert_same_bits(outcomes[2], outcomes[3])
+    assert not outcomes[1][1]["state"]
+    return outcomes
 
 
-@pytest.mark.parametrize("mode", MODES)
+@each_variant
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_shp_09_sparse_gradients_raise_everywhere(
-    ranks: RankPool, mode: str, everywhere: bool
+    ranks: RankPool, variant: Variant, everywhere: bool
 ) -> None:
-    for text, unchanged in ranks.run(2, _shp_09, mode, everywhere):
+    for text, unchanged in ranks.run(2, _shp_09, variant, everywhere):
         assert "parameter 0 ('embedding')" in text and "sparse" in text
         assert unchanged
 
 
-def _shp_09(rank: Rank, mode: str, everywhere: bool) -> tuple[str, bool]:
+def _shp_09(rank: Rank, variant: Variant, everywhere: bool) -> tuple[str, bool]:
     embedding = torch.nn.Embedding(5, 3, sparse=everywhere or rank.rank == 1)
     linear = torch.nn.Linear(3, 2)
     named = [("embedding", embedding.weight), ("weight", linear.weight)]
-    optimizer = fusedshard.AdamW(named, mode=mode, process_group=rank.group)
+    optimizer = variant.ours(named, rank)
     before = [p.detach().clone() for _, p in named]
     linear(embedding(torch.tensor([rank.rank + 1, 2]))).sum().backward()
     assert linear.weight.grad is not None
@@ -181,101 +180,6 @@ def _shp_09(rank: Rank, mode: str, everywhere: bool) -> tuple[str, bool]:
     same = all(torch.equal(p, b) for (_, p), b in zip(named, before, strict=True))
     same = same and torch.equal(grad, linear.weight.grad)
     return str(caught.value), same and not optimizer.state
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("how", ["double", "clone", "resize"])
-def test_lif_10_and_dst_07_moved_parameters_raise_everywhere(
-    ranks: RankPool, mode: str, how: str
-) -> None:
-    for text, unchanged in ranks.run(2, _lif_10, mode, how):
-        assert "parameter 1" in text and "model.to" in text
-        assert unchanged
-
-
-def _lif_10(rank: Rank, mode: str, how: str) -> tuple[str, bool]:
-    params = make_params([(5, 3), (7,)])
-    optimizer = fusedshard.AdamW(params, mode=mode, process_group=rank.group)
-    if rank.rank == 1:
-        moved = params[1].detach().clone()
-        values = {"double": moved.double(), "clone": moved, "resize": torch.zeros(6)}
-        params[1].data = values[how]
-    before = [p.detach().clone() for p in params]
-    for param in params:
-        param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError) as caught:
-        optimizer.step()
-    same = all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
-    return str(caught.value), same and not optimizer.state
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_lif_05_groups_added_after_steps(ranks: RankPool, mode: str) -> None:
-    results = ranks.run(3, _lif_05, mode)
-    params = make_params([(5, 7), (11,), (3,)])
-    reference = torch.optim.AdamW(params[:2], lr=0.1, eps=1.0)
-    for step in range(6):
-        if step == 3:
-            reference.add_param_group({"params": params[2:], "lr": 0.01, "betas": (0.5, 0.6)})
-        for index, param in enumerate(params):
-            param.grad = mean_gradient(param, step, index, 3)
-        reference.step()
-    for kept, added, refused, count in results:
-        assert_same_bits(kept[0], kept[1])
-        assert "more than one parameter group" in refused and count == 2
-        for ours, expected in zip(added[0], params, strict=True):
-            torch.testing.assert_close(ours, expected.detach(), rtol=0, atol=1e-6)
-        for index, param in enumerate(params):
-            assert added[1][index]["step"] == reference.state[param]["step"]
-
-
-def _lif_05(rank: Rank, mode: str) -> Any:
-    params = make_params([(5, 7), (11,), (3,)])
-    options: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "mode": mode, "process_group": rank.group}
-    optimizer = fusedshard.AdamW(params[:2], **options)
-    kept: Any = None
-    for step in range(6):
-        if step == 3:
-            before = snapshot(optimizer, params[:2])
-            optimizer.add_param_group({"params": params[2:], "lr": 0.01, "betas": (0.5, 0.6)})
-            kept = before, snapshot(optimizer, params[:2])
-        for index, param in enumerate(params):
-            param.grad = gradient(param, step, index, rank.rank)
-        optimizer.step()
-    with pytest.raises(ValueError) as caught:
-        repeated = params[0] if rank.rank == 1 else make_params([(5, 7)])[0]
-        optimizer.add_param_group({"params": [repeated]})
-    return kept, snapshot(optimizer, params), str(caught.value), len(optimizer.param_groups)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_lif_06_both_kinds_of_zero_grad(ranks: RankPool, mode: str) -> None:
-    results = ranks.run(2, _lif_06, mode)
-    (param,) = make_params([(5,)])
-    reference = torch.optim.AdamW([param], lr=0.1, eps=1.0)
-    for step in range(4):
-        param.grad = mean_gradient(param, step, 0, 2) if step != 2 else torch.zeros(5)
-        reference.step()
-    for ours, grads in results:
-        torch.testing.assert_close(ours, param.detach(), rtol=0, atol=1e-6)
-        assert grads == [None, 0.0]
-
-
-def _lif_06(rank: Rank, mode: str) -> Any:
-    (param,) = make_params([(5,)])
-    options: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "mode": mode, "process_group": rank.group}
-    optimizer = fusedshard.AdamW([param], **options)
-    grads = []
-    for step in range(4):
-        if step != 2:
-            big = gradient(torch.empty(3, 5), step, 0, rank.rank)
-            big[1] = gradient(param, step, 0, rank.rank)
-            param.grad = big[1:2].reshape(5)  # a view into another tensor
-        optimizer.step()
-        if step in (0, 1):
-            optimizer.zero_grad(set_to_none=step == 0)
-            grads.append(None if param.grad is None else param.grad.abs().sum().item())
-    return param.detach().clone(), grads
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -298,33 +202,6 @@ def _views(rank: Rank, mode: str) -> Any:
     optimizer.step()
     grads = [p.grad.clone().resolve_neg() for p in params if p.grad is not None]
     return [p.detach().clone() for p in params], grads
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_lif_09_closure_runs_once_with_gradients_enabled(ranks: RankPool, mode: str) -> None:
-    for calls, loss, param in ranks.run(2, _lif_09, mode):
-        assert calls == 1
-        assert loss in (2.0, 4.0)
-        assert param == pytest.approx(1 - 3 / 4, abs=1e-6)  # mean gradient 3, eps=1, lr=1
-
-
-def _lif_09(rank: Rank, mode: str) -> tuple[int, float, float]:
-    param = torch.nn.Parameter(torch.ones(1))
-    options: dict[str, Any] = {"lr": 1.0, "eps": 1.0, "mode": mode, "process_group": rank.group}
-    optimizer = fusedshard.Adam([param], **options)
-    calls = []
-
-    def closure() -> torch.Tensor:
-        calls.append(torch.is_grad_enabled())
-        optimizer.zero_grad()
-        loss = (param * 2.0 * (rank.rank + 1)).sum()
-        loss.backward()
-        return loss
-
-    with torch.no_grad():
-        loss = optimizer.step(closure)
-    assert calls == [True]
-    return len(calls), loss.item(), param.item()
 
 
 @pytest.mark.parametrize("mode", MODES)

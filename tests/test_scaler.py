@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, RankPool
-from training import assert_same_bits, gradient, make_params, mean_gradient, run_backward
+from training import assert_same_bits, gradient, make_params, mean_gradient, backward
 
 import fusedshard
 
@@ -27,7 +27,7 @@ def backward(scaler: torch.amp.GradScaler, params: Any, grads: Any) -> None:
     factor = scaler.scale(torch.ones(()))
     for param in params:
         param.grad = None
-    run_backward(params, [grad * factor for grad in grads])
+    backward(params, [grad * factor for grad in grads])
 
 
 def new_scaler(kind: Any = fusedshard.GradScaler, **options: Any) -> Any:

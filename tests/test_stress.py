@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank, RankPool
-from training import make_params, run_backward
+from training import make_params, backward
 
 import fusedshard
 from fusedshard import layout
@@ -116,7 +116,7 @@ def _train_in_disorder(rank: Rank, mode: str) -> int:
         optimizer.zero_grad(set_to_none=True)
         for grads, syncs in plan.backwards:
             with contextlib.nullcontext() if syncs else optimizer.no_sync():
-                run_backward(params, grads)
+                backward(params, grads)
             dawdle()
         done += int(_users_sum(rank, step) == RANKS * step)
         for index in plan.taken_away:

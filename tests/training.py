@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import torch
 from ranks import Rank
 
@@ -13,6 +15,45 @@ import fusedshard
 Shapes = Sequence[tuple[int, ...]]
 # One element, a vector shorter than a SIMD register, odd sizes, empty, 0-dim.
 AWKWARD: Shapes = [(1,), (7,), (17, 257), (0,), (3, 5), (), (2, 3, 4)]
+
+KINDS = ("Adam", "AdamW")
+MODES = ("sharded", "replicated")
+# Ways to average the gradients of an unwrapped model.
+GRAD_SYNCS = ("step",)
+
+
+class Variant(NamedTuple):
+    """One of the ways in which every case has to work."""
+
+    kind: str
+    mode: str
+    grad_sync: str
+
+    def ours(self, params: Any, rank: Rank | None = None, **options: Any) -> fusedshard.Adam:
+        """Our optimizer on the ranks of ``rank``, or without torch.distributed."""
+        options = {"mode": self.mode, "grad_sync": self.grad_sync, **options}
+        group = None if rank is None else rank.group
+        optimizer: fusedshard.Adam = getattr(fusedshard, self.kind)(
+            params, process_group=group, **options
+        )
+        return optimizer
+
+    def torchs(self, params: Any, **options: Any) -> torch.optim.Optimizer:
+        """torch's optimizer of this kind."""
+        optimizer: torch.optim.Optimizer = getattr(torch.optim, self.kind)(params, **options)
+        return optimizer
+
+
+def parametrized(grad_syncs: Sequence[str]) -> pytest.MarkDecorator:
+    """Runs a test once for each kind, mode and one of these ``grad_sync``."""
+    variants = itertools.product(KINDS, MODES, grad_syncs)
+    return pytest.mark.parametrize("variant", [Variant(*v) for v in variants], ids="-".join)
+
+
+each_variant = parametrized(GRAD_SYNCS)
+# Where gradients are assigned by hand, or their averaging is of no account.
+each_kind_and_mode = parametrized(["step"])
+each_external_variant = parametrized(["external"])
 
 
 def make_params(
@@ -36,14 +77,15 @@ def mean_gradient(param: torch.Tensor, step: int, index: int, world_size: int) -
     return total / world_size
 
 
-def run_backward(
-    params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None]
+def backward(
+    params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None], scale: Any = 1.0
 ) -> None:
-    """A backward that leaves these gradients, bit for bit, on top of those that are there."""
+    """A backward pass that adds these gradients, times ``scale``, to those of the parameters, and
+    nothing where one is None."""
     pairs = [(p, g) for p, g in zip(params, grads, strict=True) if g is not None]
     if pairs:
         roots, values = zip(*pairs, strict=True)
-        torch.autograd.backward(roots, values)
+        torch.autograd.backward(roots, [value * scale for value in values])
 
 
 def train(
@@ -53,9 +95,8 @@ def train(
     grad: Callable[[torch.Tensor, int, int], torch.Tensor | None],
 ) -> None:
     for step in steps:
-        for param in params:
-            param.grad = None
-        run_backward(params, [grad(param, step, index) for index, param in enumerate(params)])
+        optimizer.zero_grad()
+        backward(params, [grad(param, step, index) for index, param in enumerate(params)])
         optimizer.step()
 
 
