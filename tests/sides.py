@@ -80,13 +80,14 @@ class Side:
         grads = [None if i in absent else self.gradient(p, step, i) for i, p in enumerate(params)]
         backward(params, grads)
 
-    def descend(self, loss: Callable[[int], torch.Tensor]) -> None:
-        """Backward of ``loss(rank)``, or of the mean over ranks."""
+    def descend(self, loss: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """Backward of ``loss(rank)``, or of the mean over ranks, which is returned."""
         if self.ours:
-            loss(self.number).backward()
+            value = loss(self.number)
         else:
-            losses = torch.stack([loss(rank) for rank in range(self.world_size)])
-            (losses.sum() / self.world_size).backward()
+            value = torch.stack([loss(rank) for rank in range(self.world_size)]).mean()
+        value.backward()
+        return value
 
     def clip(self, optimizer: Any, params: Params, max_norm: float, **options: Any) -> torch.Tensor:
         """Clip the gradients of all parameters; the norm, of the reference in fp64."""
