@@ -127,23 +127,28 @@ def check_against_torch(
     """Outcomes of ``job`` on the first rank, once they are known to have the same bits on every
     rank, and to be torch's within ``tolerance``.
 
-    A world of one rank is this process, without torch.distributed.
+    A world of one rank is this process, without a group of ranks.
     """
     if world_size == 1:
         results = [job(Side(variant, 1, None, ours=True), *args)]
     else:
-        results = ranks.run(world_size, _on_rank, variant, job, *args)
+        results = ranks.run(world_size, on_rank, variant, job, *args)
     for result in results:
         assert_same_bits(result, results[0])
-    wanted = job(Side(variant, world_size, None, ours=False), *args)
-    for ours, reference in zip(results[0], wanted, strict=True):
-        if isinstance(reference, tuple):
-            assert_close(ours, reference, tolerance)
-        else:
-            torch.testing.assert_close(ours, reference, rtol=tolerance, atol=0, check_dtype=False)
+    compare(results[0], job(Side(variant, world_size, None, ours=False), *args), tolerance)
     outcomes: list[Any] = results[0]
     return outcomes
 
 
-def _on_rank(rank: Rank, variant: Variant, job: Job, *args: Any) -> list[Any]:
+def on_rank(rank: Rank, variant: Variant, job: Job, *args: Any) -> list[Any]:
+    """``job`` on this rank."""
     return job(Side(variant, rank.world_size, rank, ours=True), *args)
+
+
+def compare(ours: list[Any], reference: list[Any], tolerance: float = 1e-6) -> None:
+    """Outcomes within ``tolerance``; other tensors, as norms, relative to their size."""
+    for our, their in zip(ours, reference, strict=True):
+        if isinstance(their, tuple):
+            assert_close(our, their, tolerance)
+        else:
+            torch.testing.assert_close(our, their, rtol=tolerance, atol=0, check_dtype=False)

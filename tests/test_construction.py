@@ -8,64 +8,57 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, RankPool
-from training import make_params
+from training import Variant, each_kind_and_mode, make_params
 
 import fusedshard
 
+DEFAULT = Variant("AdamW", "sharded", "step")
 
-def build(rank: Rank, params: Any, **options: Any) -> tuple[str, str]:
+
+def build(rank: Rank, params: Any, variant: Variant = DEFAULT, **options: Any) -> tuple[str, str]:
     """Kind and text of the error, on this rank; no parameter may have changed."""
     tensors = [p for p in params if isinstance(p, torch.nn.Parameter)]
     before = [(p.detach().clone(), p.data_ptr()) for p in tensors]
     start = time.monotonic()
     with pytest.raises((ValueError, TypeError)) as caught:
-        fusedshard.AdamW(params, process_group=rank.group, **options)
+        variant.ours(params, rank, **options)
     assert time.monotonic() - start < 20, "the error must not wait for the group's timeout"
     for param, (value, address) in zip(tensors, before, strict=True):
         assert torch.equal(param, value) and param.data_ptr() == address
     return type(caught.value).__name__, str(caught.value)
 
 
-def test_dst_01_all_ranks_start_from_the_first_ranks_weights(ranks: RankPool) -> None:
-    for mode in ("sharded", "replicated"):
-        for params in ranks.run(3, _dst_01, mode):
-            for param, expected in zip(params, make_params([(5, 7), (3,)], seed=0), strict=True):
-                assert torch.equal(param, expected)
-
-
-def _dst_01(rank: Rank, mode: str) -> list[torch.Tensor]:
-    params = make_params([(5, 7), (3,)], seed=rank.rank)
-    fusedshard.AdamW(params, mode=mode, process_group=rank.group)
-    return [p.detach().clone() for p in params]
-
-
+@each_kind_and_mode
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_dst_02_another_number_of_parameters(ranks: RankPool, world_size: int) -> None:
+def test_dst_02_another_number_of_parameters(
+    ranks: RankPool, world_size: int, variant: Variant
+) -> None:
     last = world_size - 1
-    for kind, text in ranks.run(world_size, _dst_02_longer, last):
+    for kind, text in ranks.run(world_size, _dst_02_longer, last, variant):
         assert kind == "ValueError"
         assert "3 parameters" in text and "2 on rank 0" in text and "(9, 9)" in text
-    for kind, text in ranks.run(world_size, _dst_02_empty, last):
+    for kind, text in ranks.run(world_size, _dst_02_empty, last, variant):
         assert kind == "ValueError" and "empty parameter list" in text
-    for kind, text in ranks.run(world_size, _dst_02_frozen, last):
+    for kind, text in ranks.run(world_size, _dst_02_frozen, last, variant):
         assert kind == "ValueError" and "parameter 1" in text and "requires_grad=False" in text
 
 
-def _dst_02_longer(rank: Rank, odd_one: int) -> Any:
+def _dst_02_longer(rank: Rank, odd_one: int, variant: Variant) -> Any:
     shapes = [(2, 3), (4,)] + ([(9, 9)] if rank.rank == odd_one else [])
-    return build(rank, make_params(shapes))
+    return build(rank, make_params(shapes), variant)
 
 
-def _dst_02_empty(rank: Rank, odd_one: int) -> Any:
-    return build(rank, [] if rank.rank == odd_one else make_params([(2, 3)]))
+def _dst_02_empty(rank: Rank, odd_one: int, variant: Variant) -> Any:
+    return build(rank, [] if rank.rank == odd_one else make_params([(2, 3)]), variant)
 
 
-def _dst_02_frozen(rank: Rank, odd_one: int) -> Any:
+def _dst_02_frozen(rank: Rank, odd_one: int, variant: Variant) -> Any:
     params = make_params([(2, 3), (4,)])
     params[1].requires_grad_(rank.rank != odd_one)
-    return build(rank, params)
+    return build(rank, params, variant)
 
 
+@each_kind_and_mode
 @pytest.mark.parametrize(
     ("on_rank_0", "on_rank_1", "named"),
     [
@@ -75,27 +68,28 @@ def _dst_02_frozen(rank: Rank, odd_one: int) -> Any:
     ids=["order", "shape"],
 )
 def test_dst_03_another_order_or_shape(
-    ranks: RankPool, on_rank_0: Any, on_rank_1: Any, named: str
+    ranks: RankPool, variant: Variant, on_rank_0: Any, on_rank_1: Any, named: str
 ) -> None:
-    for kind, text in ranks.run(2, _dst_03, on_rank_0, on_rank_1):
+    for kind, text in ranks.run(2, _dst_03, variant, on_rank_0, on_rank_1):
         assert kind == "ValueError"
         assert named in text
         assert str(on_rank_0[int(named[-1])]) in text and str(on_rank_1[int(named[-1])]) in text
 
 
-def _dst_03(rank: Rank, on_rank_0: Any, on_rank_1: Any) -> Any:
-    return build(rank, make_params(on_rank_1 if rank.rank == 1 else on_rank_0))
+def _dst_03(rank: Rank, variant: Variant, on_rank_0: Any, on_rank_1: Any) -> Any:
+    return build(rank, make_params(on_rank_1 if rank.rank == 1 else on_rank_0), variant)
 
 
-def test_dst_03_groups_swapped(ranks: RankPool) -> None:
-    for kind, text in ranks.run(2, _dst_03_groups):
+@each_kind_and_mode
+def test_dst_03_groups_swapped(ranks: RankPool, variant: Variant) -> None:
+    for kind, text in ranks.run(2, _dst_03_groups, variant):
         assert kind == "ValueError" and "parameter 0" in text
 
 
-def _dst_03_groups(rank: Rank) -> Any:
+def _dst_03_groups(rank: Rank, variant: Variant) -> Any:
     a, b = make_params([(2, 3), (4,)])
     groups = [{"params": [a]}, {"params": [b]}]
-    return build(rank, groups if rank.rank == 0 else groups[::-1])
+    return build(rank, groups if rank.rank == 0 else groups[::-1], variant)
 
 
 def test_names_are_used_in_messages(ranks: RankPool) -> None:
@@ -111,14 +105,16 @@ def _named(rank: Rank) -> Any:
     return "ValueError", str(caught.value)
 
 
-def test_dst_04_a_set_has_no_order(ranks: RankPool) -> None:
-    for kind, text in [*ranks.run(2, _dst_04, False), *ranks.run(2, _dst_04, True)]:
+@each_kind_and_mode
+@pytest.mark.parametrize("in_group", [False, True])
+def test_dst_04_a_set_has_no_order(ranks: RankPool, variant: Variant, in_group: bool) -> None:
+    for kind, text in ranks.run(2, _dst_04, variant, in_group):
         assert kind == "TypeError" and "set" in text
 
 
-def _dst_04(rank: Rank, in_group: bool) -> Any:
+def _dst_04(rank: Rank, variant: Variant, in_group: bool) -> Any:
     params = set(make_params([(2,), (3,)]))
-    return build(rank, [{"params": params}] if in_group else params)
+    return build(rank, [{"params": params}] if in_group else params, variant)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +162,15 @@ def test_differing_options_raise_on_all(ranks: RankPool, options: dict[str, Any]
         assert kind == "ValueError" and named in text and len(text) < 200
 
 
-def test_shp_07_overlapping_elements(ranks: RankPool) -> None:
-    for kind, text in ranks.run(2, _shp_07):
+@each_kind_and_mode
+def test_shp_07_overlapping_elements(ranks: RankPool, variant: Variant) -> None:
+    for kind, text in ranks.run(2, _shp_07, variant):
         assert kind == "ValueError" and "parameter 1" in text and "(0, 1)" in text
 
 
-def _shp_07(rank: Rank) -> Any:
+def _shp_07(rank: Rank, variant: Variant) -> Any:
     expanded = torch.nn.Parameter(torch.ones(1, 4).expand(3, 4))
-    return build(rank, [*make_params([(2,)]), expanded])
+    return build(rank, [*make_params([(2,)]), expanded], variant)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -187,17 +184,21 @@ def _dtype(rank: Rank, dtype: torch.dtype) -> Any:
     return build(rank, [torch.nn.Parameter(torch.zeros(3, dtype=kind))])
 
 
-def test_shp_10_repeated_parameters(ranks: RankPool) -> None:
-    for kind, text in ranks.run(2, _shp_10, False):
-        assert kind == "ValueError" and "twice" in text
-    for kind, _ in ranks.run(2, _shp_10, True):
-        assert kind == "ValueError"
+@each_kind_and_mode
+@pytest.mark.parametrize(
+    ("two_groups", "message"), [(False, "twice"), (True, "more than one parameter group")]
+)
+def test_shp_10_repeated_parameters(
+    ranks: RankPool, variant: Variant, two_groups: bool, message: str
+) -> None:
+    for kind, text in ranks.run(2, _shp_10, variant, two_groups):
+        assert kind == "ValueError" and message in text
 
 
-@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
-def _shp_10(rank: Rank, two_groups: bool) -> Any:
+def _shp_10(rank: Rank, variant: Variant, two_groups: bool) -> Any:
     (param,) = make_params([(2,)])
-    return build(rank, [{"params": [param]}, {"params": [param]}] if two_groups else [param, param])
+    groups = [{"params": [param]}, {"params": [param]}]
+    return build(rank, groups if two_groups else [param, param], variant)
 
 
 def test_a_device_without_kernels_is_refused() -> None:
@@ -210,31 +211,6 @@ def test_process_group_of_a_wrong_kind() -> None:
     with pytest.raises(TypeError, match="process_group: got str"):
         wrong: Any = "world"
         fusedshard.AdamW(make_params([(2,)]), process_group=wrong)
-
-
-def test_dst_08_groups_without_global_rank_0(ranks: RankPool) -> None:
-    results = ranks.run(4, _dst_08)
-    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
-    for first, steps in ((0, 3), (1, 5)):
-        param = torch.nn.Parameter(torch.full((5,), float(first)))
-        optimizer = torch.optim.AdamW([param], lr=0.1, eps=1.0)
-        for step in range(steps):
-            param.grad = torch.full((5,), first + 1.0 + step)  # mean of first, first + 2
-            optimizer.step()
-        torch.testing.assert_close(results[first], param.detach(), rtol=0, atol=1e-6)
-
-
-def _dst_08(rank: Rank) -> torch.Tensor:
-    groups = [torch.distributed.new_group(members) for members in ([0, 2], [1, 3])]
-    group = groups[rank.rank % 2]
-    param = torch.nn.Parameter(torch.full((5,), float(rank.rank)))
-    optimizer = fusedshard.AdamW([param], lr=0.1, eps=1.0, process_group=group)
-    for step in range(3 if rank.rank % 2 == 0 else 5):
-        param.grad = torch.full((5,), float(rank.rank + step))
-        optimizer.step()
-    state = optimizer.full_state_dict()
-    optimizer.load_state_dict(state)
-    return param.detach().clone()
 
 
 def test_a_rank_outside_the_group(ranks: RankPool) -> None:

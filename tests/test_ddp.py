@@ -8,11 +8,8 @@ import pytest
 import torch
 from ranks import Rank, RankPool
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_same_bits
+from training import GRAD_SYNCS, MODES, Variant, assert_same_bits
 
-import fusedshard
-
-MODES = ("sharded", "replicated")
 HYPER: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 
@@ -54,30 +51,21 @@ def _ddp(rank: Rank) -> Any:
     return run(rank, True, lambda m, r: torch.optim.AdamW(m.parameters(), **HYPER))
 
 
-def _ours(rank: Rank, mode: str) -> Any:
-    return run(
-        rank,
-        False,
-        lambda m, r: fusedshard.AdamW(m.parameters(), mode=mode, process_group=r.group, **HYPER),
-    )
-
-
-def _external(rank: Rank, mode: str) -> Any:
-    options = {"mode": mode, "grad_sync": "external", **HYPER}
-    return run(
-        rank,
-        True,
-        lambda m, r: fusedshard.AdamW(m.parameters(), process_group=r.group, **options),
-    )
+def _ours(rank: Rank, variant: Variant) -> Any:
+    external = variant.grad_sync == "external"
+    return run(rank, external, lambda m, r: variant.ours(m.parameters(), r, **HYPER))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("grad_sync", GRAD_SYNCS)
 def test_dst_11_replicated_is_ddp_and_sharded_is_replicated(
-    ranks: RankPool, world_size: int
+    ranks: RankPool, world_size: int, grad_sync: str
 ) -> None:
     ddp = ranks.run(world_size, _ddp)
-    replicated = ranks.run(world_size, _ours, "replicated")
-    sharded = ranks.run(world_size, _ours, "sharded")
+    replicated, sharded = (
+        ranks.run(world_size, _ours, Variant("AdamW", mode, grad_sync))
+        for mode in ("replicated", "sharded")
+    )
     for rank in range(world_size):
         assert_same_bits(replicated[rank][0], replicated[0][0])
         assert_same_bits(sharded[rank][0], replicated[0][0])
@@ -88,9 +76,9 @@ def test_dst_11_replicated_is_ddp_and_sharded_is_replicated(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_num_10_external_gradients_are_not_averaged_again(ranks: RankPool, mode: str) -> None:
+def test_a_wrapped_model_trains_as_under_ddp(ranks: RankPool, mode: str) -> None:
     ddp = ranks.run(3, _ddp)
-    for result in ranks.run(3, _external, mode):
+    for result in ranks.run(3, _ours, Variant("AdamW", mode, "external")):
         _compare(result, ddp[0])
 
 
@@ -100,18 +88,3 @@ def _compare(ours: Any, reference: Any) -> None:
     for index, state in reference[2].items():
         for name in ("exp_avg", "exp_avg_sq"):
             torch.testing.assert_close(ours[2][index][name], state[name], rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_cmp_03_deterministic_mode(ranks: RankPool, mode: str) -> None:
-    first, second = (ranks.run(2, _deterministic, mode) for _ in range(2))
-    assert_same_bits(first, second)
-    assert all(bool(p.isfinite().all()) for p in first[0][0])
-
-
-def _deterministic(rank: Rank, mode: str) -> Any:
-    torch.use_deterministic_algorithms(True)
-    try:
-        return _ours(rank, mode)
-    finally:
-        torch.use_deterministic_algorithms(False)

@@ -5,44 +5,70 @@ from __future__ import annotations
 import datetime
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Rank, RankPool, RanksFailed
-from training import assert_same_bits, gradient, make_params
+from ranks import MAX_RANKS, Rank, RankPool, RanksFailed
+from sides import Side, check_against_torch
+from training import (
+    GRAD_SYNCS,
+    MODES,
+    Variant,
+    assert_same_bits,
+    backward,
+    each_variant,
+    gradient,
+    make_params,
+    train,
+)
 
-import fusedshard
-
-MODES = ("sharded", "replicated")
 SHAPES = [(17, 257), (5,)]
+HYPER: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.1}
 
 
-def impatient(rank: Rank) -> Any:
-    """A group whose collectives give up after a few seconds."""
-    return dist.new_group(list(range(rank.world_size)), timeout=datetime.timedelta(seconds=4))
+def impatient(rank: Rank, world_size: int) -> Rank | None:
+    """The first ranks in a group whose collectives give up after a few seconds; None on others.
+    Called by all of the pool, since every rank has to count a new group."""
+    timeout = datetime.timedelta(seconds=4)
+    group = dist.new_group(list(range(world_size)), timeout=timeout)
+    return Rank(rank.rank, world_size, group) if rank.rank < world_size else None
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("where", ["closure", "pre-hook"])
-def test_dst_07_one_rank_raises_before_the_collective(
-    ranks: RankPool, mode: str, where: str
+@each_variant
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_dst_07_a_closure_that_raises_on_one_rank(
+    ranks: RankPool, world_size: int, variant: Variant
 ) -> None:
-    results = ranks.run(4, _raise_early, mode, where)
-    for rank, (text, before, after) in enumerate(results):
-        if where == "closure":  # of which the others are told
-            assert text == ("mine" if rank == 1 else "on rank 1: mine")
-        assert ("mine" in text) == (rank == 1 or where == "closure")
+    results = ranks.run(MAX_RANKS, _raise_early, world_size, variant, "closure")
+    for rank, (text, before, after) in enumerate(results[:world_size]):
+        assert text == ("mine" if rank == 1 else "on rank 1: mine")
         assert_same_bits(before, after)
 
 
-def _raise_early(rank: Rank, mode: str, where: str) -> Any:
+@pytest.mark.parametrize("grad_sync", GRAD_SYNCS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "Adam"), (3, "AdamW")])
+def test_dst_07_a_pre_hook_that_raises_on_one_rank(
+    ranks: RankPool, world_size: int, kind: str, mode: str, grad_sync: str
+) -> None:
+    """Of which the others hear nothing: they give up waiting."""
+    variant = Variant(kind, mode, grad_sync)
+    results = ranks.run(MAX_RANKS, _raise_early, world_size, variant, "pre-hook")
+    for rank, (text, before, after) in enumerate(results[:world_size]):
+        assert ("mine" in text) == (rank == 1)
+        assert_same_bits(before, after)
+
+
+def _raise_early(everyone: Rank, world_size: int, variant: Variant, where: str) -> Any:
+    rank = impatient(everyone, world_size)
+    if rank is None:
+        return None
     params = make_params(SHAPES)
-    optimizer = fusedshard.AdamW(params, mode=mode, process_group=impatient(rank))
-    for index, param in enumerate(params):
-        param.grad = gradient(param, 0, index, rank.rank)
-    optimizer.step()
+    optimizer = variant.ours(params, rank)
+    train(optimizer, params, range(1), lambda p, t, i: gradient(p, t, i, rank.rank))
     before = [p.detach().clone() for p in params], _local_state(optimizer)
 
     def fail(*_: Any) -> None:
@@ -51,6 +77,8 @@ def _raise_early(rank: Rank, mode: str, where: str) -> Any:
 
     if where == "pre-hook":
         optimizer.register_step_pre_hook(fail)
+    optimizer.zero_grad()
+    backward(params, [gradient(p, 1, i, rank.rank) for i, p in enumerate(params)])
     start = time.monotonic()
     with pytest.raises((RuntimeError, ValueError)) as caught:
         optimizer.step(fail if where == "closure" else None)
@@ -62,67 +90,66 @@ def _raise_early(rank: Rank, mode: str, where: str) -> Any:
     )
 
 
-def _local_state(optimizer: fusedshard.AdamW) -> Any:
+def _local_state(optimizer: torch.optim.Optimizer) -> Any:
     return [{name: v.clone() for name, v in state.items()} for state in optimizer.state.values()]
 
 
-@pytest.mark.parametrize("when", ["in backward", "after backward"])
-def test_dst_10_a_rank_dies(tmp_path: Any, when: str) -> None:
+@pytest.mark.parametrize("grad_sync", GRAD_SYNCS)
+@pytest.mark.parametrize(
+    ("when", "kind", "mode"),
+    [
+        ("in backward", "AdamW", "sharded"),
+        ("in backward", "Adam", "replicated"),
+        ("after backward", "Adam", "sharded"),
+        ("after backward", "AdamW", "replicated"),
+    ],
+)
+def test_dst_10_a_rank_dies(
+    ranks: RankPool, tmp_path: Path, when: str, kind: str, mode: str, grad_sync: str
+) -> None:
+    """And training goes on, on two ranks, from what was saved before."""
+    variant, file = Variant(kind, mode, grad_sync), tmp_path / "checkpoint.pt"
     pool = RankPool(tmp_path)
     try:
         with pytest.raises(RanksFailed) as caught:
-            pool.run(3, _die, when)
+            pool.run(MAX_RANKS, _die, variant, when, file)
     finally:
         pool.stop()
     # Ranks 0 and 1 returned, which they do only after an exception of their own.
-    assert str(caught.value).startswith("rank 2: the process died")
+    assert str(caught.value) == "rank 2: the process died"
+    check_against_torch(ranks, 2, variant, _resume, file)
 
 
-def _die(rank: Rank, when: str) -> None:
+def _die(everyone: Rank, variant: Variant, when: str, file: Path) -> None:
+    rank = impatient(everyone, 3)
+    if rank is None:
+        return
     params = make_params(SHAPES)
-    optimizer = fusedshard.AdamW(params, process_group=impatient(rank))
+    optimizer = variant.ours(params, rank, **HYPER)
+    train(optimizer, params, range(3), lambda p, t, i: gradient(p, t, i, rank.rank))
+    saved, state = [p.detach().clone() for p in params], optimizer.full_state_dict()
+    if rank.rank == 0:
+        torch.save((saved, state), file)
+    optimizer.zero_grad()
     if rank.rank == 2 and when == "in backward":
         params[0].register_hook(lambda grad: os._exit(9))
-    sum((p * p).sum() for p in params).backward()  # type: ignore[union-attr]
-    if rank.rank == 2:
-        os._exit(9)
     start = time.monotonic()
     with pytest.raises(RuntimeError):
+        backward(params, [gradient(p, 3, i, rank.rank) for i, p in enumerate(params)])
+        if rank.rank == 2:
+            os._exit(9)
         optimizer.step()
     assert time.monotonic() - start < 60
-    assert not optimizer.state
+    assert_same_bits([p.detach() for p in params], saved)
 
 
-def test_dst_09_without_torch_distributed_it_is_a_plain_optimizer() -> None:
-    for make in (fusedshard.AdamW, torch.optim.AdamW):
-        params = make_params(SHAPES)
-        optimizer = make(params, lr=0.1, eps=1.0)
-        for step in range(10):
-            for index, param in enumerate(params):
-                param.grad = gradient(param, step, index, 0)
-            optimizer.step()
-        state = optimizer.state_dict()
-        results = [p.detach() for p in params], state["state"]
-        if make is fusedshard.AdamW:
-            ours = results
-    for a, b in zip(ours[0], results[0], strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
-    for index, moments in results[1].items():
-        for name, value in moments.items():
-            torch.testing.assert_close(ours[1][index][name], value, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_dst_09_a_group_of_one(ranks: RankPool, mode: str) -> None:
-    (calls,) = ranks.run(1, _alone, mode)
-    assert calls == {}
-
-
-def _alone(rank: Rank, mode: str) -> dict[str, int]:
-    params = make_params(SHAPES)
-    optimizer = fusedshard.AdamW(params, mode=mode, process_group=rank.group)
-    for index, param in enumerate(params):
-        param.grad = gradient(param, 0, index, 0)
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-    return dict(optimizer.stats.calls)
+def _resume(side: Side, file: Path) -> list[Any]:
+    saved, state = torch.load(file, weights_only=True)
+    params = [torch.nn.Parameter(value) for value in saved]
+    optimizer = side.build(params)
+    optimizer.load_state_dict(state)
+    for step in range(3, 5):
+        optimizer.zero_grad()
+        side.backward(params, step)
+        optimizer.step()
+    return [side.outcome(optimizer)]

@@ -44,10 +44,13 @@ class Variant(NamedTuple):
         return optimizer
 
 
+def variants(grad_syncs: Sequence[str]) -> list[Variant]:
+    """Each kind in each mode with each of these ``grad_sync``."""
+    return [Variant(*parts) for parts in itertools.product(KINDS, MODES, grad_syncs)]
+
+
 def parametrized(grad_syncs: Sequence[str]) -> pytest.MarkDecorator:
-    """Runs a test once for each kind, mode and one of these ``grad_sync``."""
-    variants = itertools.product(KINDS, MODES, grad_syncs)
-    return pytest.mark.parametrize("variant", [Variant(*v) for v in variants], ids="-".join)
+    return pytest.mark.parametrize("variant", variants(grad_syncs), ids="-".join)
 
 
 each_variant = parametrized(GRAD_SYNCS)
