@@ -75,19 +75,31 @@ class Side:
             return gradient(param, step, index, self.number)
         return mean_gradient(param, step, index, self.world_size)
 
+    def partial_gradient(
+        self, param: torch.Tensor, step: int, index: int, users: Collection[int]
+    ) -> torch.Tensor | None:
+        """The same where only the ranks in ``users`` have one, and the others count as zero."""
+        if self.ours:
+            return gradient(param, step, index, self.number) if self.number in users else None
+        total = sum(gradient(param, step, index, rank) for rank in users)
+        return total / self.world_size if isinstance(total, torch.Tensor) else None
+
     def backward(self, params: Params, step: int, absent: Collection[int] = ()) -> None:
         """Add such gradients to all parameters but ``absent`` ones."""
         grads = [None if i in absent else self.gradient(p, step, i) for i, p in enumerate(params)]
         backward(params, grads)
 
-    def descend(self, loss: Callable[[int], torch.Tensor]) -> torch.Tensor:
-        """Backward of ``loss(rank)``, or of the mean over ranks, which is returned."""
+    def loss(self, of_rank: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """This rank's loss, or the mean over ranks."""
         if self.ours:
-            value = loss(self.number)
-        else:
-            value = torch.stack([loss(rank) for rank in range(self.world_size)]).mean()
-        value.backward()
-        return value
+            return of_rank(self.number)
+        return torch.stack([of_rank(rank) for rank in range(self.world_size)]).mean()
+
+    def descend(self, of_rank: Callable[[int], torch.Tensor]) -> torch.Tensor:
+        """The same, and its backward."""
+        loss = self.loss(of_rank)
+        loss.backward()
+        return loss
 
     def clip(self, optimizer: Any, params: Params, max_norm: float, **options: Any) -> torch.Tensor:
         """Clip the gradients of all parameters; the norm, of the reference in fp64."""

@@ -125,11 +125,9 @@ def _lif_04(side: Side, everywhere: bool) -> list[Any]:
         params[1].requires_grad_(3 <= step < 6)
         optimizer.zero_grad()
         grads: list[torch.Tensor | None] = [side.gradient(params[0], step, 0), None]
-        if params[1].requires_grad and everywhere:
-            grads[1] = side.gradient(params[1], step, 1)
-        elif params[1].requires_grad and (not side.ours or side.number == 1):
-            share = 1 if side.ours else 1 / side.world_size
-            grads[1] = gradient(params[1], step, 1, 1) * share
+        if params[1].requires_grad:
+            users = range(side.world_size) if everywhere else [1]
+            grads[1] = side.partial_gradient(params[1], step, 1, users)
         backward(params, grads)
         optimizer.step()
         outcomes.append(side.outcome(optimizer))
