@@ -27,6 +27,8 @@ from training import (
 Params = Sequence[torch.nn.Parameter]
 Outcome = tuple[list[torch.Tensor], dict[str, Any]]
 EXTERNAL = "external"
+# With eps=1 a wrong scale of the gradients shows, which Adam would else divide away.
+HYPER: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.1}
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,11 @@ class Side:
         return 0 if self.rank is None else self.rank.rank
 
     def build(self, params: Any, **options: Any) -> Any:
-        """Our optimizer, or torch's; ``bucket_cap_mb`` means nothing to the latter."""
+        """Our optimizer, or torch's, without the options that it does not know."""
         if self.ours:
             return self.variant.ours(params, self.rank, **options)
-        options.pop("bucket_cap_mb", None)
-        return self.variant.torchs(params, **options)
+        known = {k: v for k, v in options.items() if k not in ("bucket_cap_mb", "reduction")}
+        return self.variant.torchs(params, **known)
 
     def params(
         self, shapes: Shapes, dtype: torch.dtype = torch.float32
@@ -101,16 +103,29 @@ class Side:
         loss.backward()
         return loss
 
-    def clip(self, optimizer: Any, params: Params, max_norm: float, **options: Any) -> torch.Tensor:
-        """Clip the gradients of all parameters; the norm, of the reference in fp64."""
+    def clip(
+        self,
+        optimizer: Any,
+        params: Params,
+        max_norm: float,
+        norm_type: float = 2.0,
+        chosen: Collection[int] | None = None,
+    ) -> torch.Tensor:
+        """Clip the gradients of all parameters, or of chosen ones; the norm, of the reference in
+        fp64."""
+        some = params if chosen is None else [params[index] for index in chosen]
         if self.ours:
-            norm: torch.Tensor = optimizer.clip_grad_norm_(max_norm, **options)
+            parameters = None if chosen is None else some
+            norm: torch.Tensor = optimizer.clip_grad_norm_(
+                max_norm, norm_type, parameters=parameters
+            )
             return norm
         # torch has no infinity norm of an empty tensor, and its sum in fp32 is not good to 1e-6.
-        grads = [p.grad for p in params if p.grad is not None and p.numel()]
-        exact = torch.cat([torch.zeros(1).double(), *(g.double().flatten() for g in grads)])
-        torch.nn.utils.clip_grad_norm_([p for p in params if p.numel()], max_norm, **options)
-        return torch.linalg.vector_norm(exact, options.get("norm_type", 2.0))
+        some = [param for param in some if param.numel()]
+        grads = [param.grad.double().flatten() for param in some if param.grad is not None]
+        exact = torch.linalg.vector_norm(torch.cat([torch.zeros(1).double(), *grads]), norm_type)
+        torch.nn.utils.clip_grad_norm_(some, max_norm, norm_type)
+        return exact
 
     def full_state(self, optimizer: Any) -> dict[str, Any]:
         """A copy of the state that `load_state_dict` takes."""

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, RankPool
-from sides import Side, check_against_torch
+from sides import HYPER, Side, check_against_torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training import (
+    Factor,
     Variant,
     assert_same_bits,
     backward,
@@ -25,19 +26,7 @@ from training import (
 
 import fusedshard
 
-HYPER: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.1}
 MICRO_BATCHES = (1.0, 2.0, 4.0, 8.0)
-
-
-class Factor(torch.nn.Module):
-    """A weight whose gradient is the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: float) -> torch.Tensor:
-        return (self.weight * x).sum()
 
 
 @each_variant

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, RankPool
-from sides import EXTERNAL, Side, check_against_torch
+from sides import EXTERNAL, HYPER, Side, check_against_torch
 from torch.nn.parallel import DistributedDataParallel
 from training import (
     Variant,
@@ -22,8 +22,6 @@ from training import (
     gradient,
     make_params,
 )
-
-HYPER: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.1}
 
 
 @each_variant

@@ -11,6 +11,7 @@ from sides import Side, check_against_torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from training import (
+    Factor,
     Variant,
     assert_same_bits,
     backward,
@@ -239,17 +240,6 @@ def test_num_10_mean_is_taken_once(ranks: RankPool, variant: Variant) -> None:
     ((params, state),) = check_against_torch(ranks, 3, variant, _num_10)
     assert params[0].item() == pytest.approx(-0.75, abs=1e-6)
     assert state["state"][0]["exp_avg"].item() == pytest.approx(0.3, abs=1e-6)
-
-
-class Factor(torch.nn.Module):
-    """A weight whose gradient is the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.weight * x).sum()
 
 
 @each_external_variant

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank, RankPool
-from sides import Side, check_against_torch, compare, on_rank
+from sides import HYPER, Side, check_against_torch, compare, on_rank
 from torch._C import _distributed_c10d as distributed_c10d
 from training import (
     AWKWARD,
@@ -27,8 +27,6 @@ from training import (
     make_params,
     variants,
 )
-
-HYPER: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.1}
 
 
 def train(side: Side, shapes: Shapes, steps: int, dtype: torch.dtype = torch.float32) -> list[Any]:

@@ -1,4 +1,4 @@
-"""clip_grad_norm_ and synchronize, beside torch's clip of the mean gradients."""
+"""clip_grad_norm_ and synchronize, between other calls and after edits of the gradients."""
 
 from __future__ import annotations
 
@@ -8,177 +8,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, RankPool, RanksFailed
-from training import (
-    AWKWARD,
-    Shapes,
-    assert_same_bits,
-    gradient,
-    make_params,
-    mean_gradient,
-    backward,
-)
+from training import MODES, backward, gradient, make_params
 
 import fusedshard
 
-MODES = ("sharded", "replicated")
 each_mode = pytest.mark.parametrize("mode", MODES)
 WORLDS = [(1, "sharded"), *((n, mode) for n in (2, 3, 4) for mode in MODES)]
 each_world = pytest.mark.parametrize(("world_size", "mode"), WORLDS)
-SHAPES = (*AWKWARD, (5_000,))
-STEPS = 3
-
-
-def clip_and_train(
-    rank: Rank, shapes: Shapes, clip: dict[str, Any], chosen: list[int] | None, options: Any
-) -> Any:
-    """Norms, parameters and moments after some clipped steps on this rank's own gradients."""
-    params = make_params(shapes, dtype=options.pop("dtype", torch.float32))
-    external = options.get("grad_sync") == "external"
-    optimizer = fusedshard.AdamW(params, lr=0.1, eps=1.0, process_group=rank.group, **options)
-    norms = []
-    for step in range(STEPS):
-        grads = []
-        for i, param in enumerate(params):
-            mean = mean_gradient(param, step, i, rank.world_size)
-            grads.append(mean if external else gradient(param, step, i, rank.rank))
-            param.grad = None
-        backward(params, grads)
-        some = None if chosen is None else [params[i] for i in chosen]
-        norms.append(optimizer.clip_grad_norm_(parameters=some, **clip))
-        optimizer.step()
-    return norms, [p.detach() for p in params], optimizer.full_state_dict()["state"]
-
-
-def clip_and_train_torch(
-    world_size: int, shapes: Shapes, clip: dict[str, Any], chosen: list[int] | None, dtype: Any
-) -> Any:
-    params = make_params(shapes, dtype=dtype)
-    optimizer = torch.optim.AdamW(params, lr=0.1, eps=1.0)
-    norms = []
-    for step in range(STEPS):
-        for i, param in enumerate(params):
-            param.grad = mean_gradient(param, step, i, world_size)
-        # torch has no infinity norm of an empty tensor.
-        numbers = range(len(params)) if chosen is None else chosen
-        some = [params[i] for i in numbers if params[i].numel()]
-        torch.nn.utils.clip_grad_norm_(some, **clip)
-        # Its own sum in fp32 is not always good to 1e-6.
-        means = [mean_gradient(p, step, i, world_size) for i, p in enumerate(params)]
-        exact = [means[i].double().flatten() for i in numbers] + [torch.zeros(1).double()]
-        norm = torch.linalg.vector_norm(torch.cat(exact), clip.get("norm_type", 2.0))
-        norms.append(norm.to(dtype))
-        optimizer.step()
-    return norms, [p.detach() for p in params], optimizer.state_dict()["state"]
-
-
-def check_like_torch(
-    ranks: RankPool,
-    world_size: int,
-    shapes: Shapes,
-    clip: dict[str, Any],
-    chosen: list[int] | None = None,
-    **options: Any,
-) -> None:
-    dtype = options.get("dtype", torch.float32)
-    want = clip_and_train_torch(world_size, shapes, clip, chosen, dtype)
-    results = ranks.run(world_size, clip_and_train, shapes, clip, chosen, options)
-    for ours in results:
-        torch.testing.assert_close(ours[0], want[0], rtol=1e-6, atol=0)
-        torch.testing.assert_close(ours[1:], want[1:], rtol=1e-6, atol=1e-6)
-        assert_same_bits(ours, results[0])
-
-
-@each_world
-@pytest.mark.parametrize("norm_type", [1, 2, 3.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.5, 1e6])
-def test_clp_01_the_norm_of_the_whole(
-    ranks: RankPool, world_size: int, mode: str, norm_type: float, max_norm: float
-) -> None:
-    clip = {"max_norm": max_norm, "norm_type": norm_type}
-    check_like_torch(ranks, world_size, SHAPES, clip, mode=mode)
-
-
-@pytest.mark.parametrize("reduction", ["ordered", "backend"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-def test_clp_01_reductions_and_dtypes(ranks: RankPool, reduction: str, dtype: torch.dtype) -> None:
-    """The backend leaves sums, of which the norm is the mean's all the same; several buckets."""
-    options: dict[str, Any] = {"reduction": reduction, "dtype": dtype, "bucket_cap_mb": 0.05}
-    check_like_torch(ranks, 3, (*SHAPES, (70_000,)), {"max_norm": 1.0}, **options)
-
-
-@each_mode
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_clp_02_averaged_gradients_are_counted_once(
-    ranks: RankPool, world_size: int, mode: str
-) -> None:
-    check_like_torch(ranks, world_size, SHAPES, {"max_norm": 1.0}, mode=mode, grad_sync="external")
-    norms = ranks.run(world_size, _norm_of_averaged, mode)
-    assert norms == [pytest.approx((0.8, 0.8), rel=1e-6)] * world_size
-
-
-def _norm_of_averaged(rank: Rank, mode: str) -> tuple[float, float]:
-    """Of 0.8, with nothing to clip, seen twice."""
-    (param,) = make_params([(4,)])
-    optimizer = fusedshard.Adam([param], process_group=rank.group, mode=mode, grad_sync="external")
-    param.grad = torch.full((4,), 0.4)
-    return optimizer.clip_grad_norm_(1.0).item(), optimizer.clip_grad_norm_(1.0).item()
-
-
-@each_mode
-@pytest.mark.parametrize("chosen", [[0], [2, 5], []], ids=str)
-@pytest.mark.parametrize("grad_sync", ["backward", "step", "external"])
-def test_a_subset_is_counted_and_scaled_alone(
-    ranks: RankPool, mode: str, chosen: list[int], grad_sync: str
-) -> None:
-    options = {"mode": mode, "grad_sync": grad_sync}
-    check_like_torch(ranks, 2, SHAPES, {"max_norm": 0.1}, chosen, **options)
-
-
-@each_world
-def test_clp_03_an_infinite_norm(ranks: RankPool, world_size: int, mode: str) -> None:
-    """As torch: finite gradients become 0, the infinite one NaN; or an error, and nothing."""
-    for messages, moments, unchanged in ranks.run(world_size, _infinite_norm, mode):
-        assert "norm of order 2.0 for gradients is inf" in messages
-        assert unchanged
-        assert moments[:2] == [0.0, 0.0] and math.isnan(moments[2])
-
-
-def _infinite_norm(rank: Rank, mode: str) -> tuple[str, list[float], bool]:
-    param = torch.nn.Parameter(torch.ones(3))
-    optimizer = fusedshard.Adam([param], process_group=rank.group, mode=mode)
-    last = rank.rank == rank.world_size - 1
-    param.grad = torch.tensor([1.0, 2.0, math.inf if last else 3.0])
-    with pytest.raises(RuntimeError) as error:
-        optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    unchanged = bool((param == 1).all()) and not optimizer.state
-    assert optimizer.clip_grad_norm_(1.0).item() == math.inf
-    optimizer.step()
-    moments = optimizer.full_state_dict()["state"][0]["exp_avg"].tolist()
-    return str(error.value), moments, unchanged
-
-
-@each_mode
-def test_clp_05_padding_never_enters_the_norm(ranks: RankPool, mode: str) -> None:
-    """Of 5 and 1 elements on 3 ranks, twice, after memory full of NaN was freed."""
-    assert ranks.run(3, _padded, mode) == [pytest.approx([math.sqrt(6.0)] * 2, rel=1e-6)] * 3
-
-
-def _padded(rank: Rank, mode: str) -> list[float]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        del [torch.full((1 << 20,), math.nan) for _ in range(4)][:]
-        params = [torch.nn.Parameter(torch.zeros(n)) for n in (5, 1)]
-        optimizer = fusedshard.AdamW(params, process_group=rank.group, mode=mode)
-        norms = []
-        for _ in range(2):
-            for param in params:
-                param.grad = torch.full_like(param, float(rank.rank))  # mean 1
-            norms.append(optimizer.clip_grad_norm_(1.0, norm_type=2.0).double().item())
-            optimizer.step()
-        assert all(param.isfinite().all() for param in params)
-        return norms
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 @each_mode

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import MAX_RANKS, Rank, RankPool, RanksFailed
-from sides import Side, check_against_torch
+from sides import HYPER, Side, check_against_torch
 from training import (
     GRAD_SYNCS,
     MODES,
@@ -26,7 +26,6 @@ from training import (
 )
 
 SHAPES = [(17, 257), (5,)]
-HYPER: dict[str, Any] = {"lr": 0.1, "eps": 1.0, "weight_decay": 0.1}
 
 
 def impatient(rank: Rank, world_size: int) -> Rank | None:

@@ -80,6 +80,17 @@ def mean_gradient(param: torch.Tensor, step: int, index: int, world_size: int) -
     return total / world_size
 
 
+class Factor(torch.nn.Module):
+    """Weights whose gradient is the input."""
+
+    def __init__(self, numel: int = 1) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(numel))
+
+    def forward(self, x: float | torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).sum()
+
+
 def backward(
     params: Sequence[torch.nn.Parameter], grads: Sequence[torch.Tensor | None], scale: Any = 1.0
 ) -> None:
