@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from oracles import same_bits
-from training import assert_same_bits, make_params
+from ranks import Rank, RankPool
+from training import Variant, assert_same_bits, each_variant, make_params
 
 import fusedshard
 
@@ -82,6 +84,65 @@ def test_cmp_04_hooks(register: str) -> None:
     handle.remove()
     use_all()
     assert len(calls) == 1
+
+
+@each_variant
+def test_cmp_04_on_every_rank(ranks: RankPool, variant: Variant) -> None:
+    owned = ranks.run(2, _on_every_rank, variant)
+    whole = [6, 2, 4]
+    if variant.mode == "replicated":
+        assert owned == [whole, whole]
+    else:  # pieces, which together are the whole
+        assert [a + b for a, b in zip(*owned, strict=True)] == whole
+
+
+def _on_every_rank(rank: Rank, variant: Variant) -> list[int]:
+    """Elements of the moments that this rank has of each parameter."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2, bias=False))
+    optimizer = variant.ours(model.named_parameters(), rank, lr=0.5)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.defaults["lr"] == 0.5
+    for steps in range(3):
+        assert f"{variant.kind} (" in repr(optimizer) and "lr: 0.5" in repr(optimizer)
+        assert optimizer.param_groups[0]["params"] == list(model.parameters())
+        assert len(optimizer.state) == (3 if steps else 0)
+        for state in optimizer.state.values():
+            assert {key for key, _ in state.items()} == {"step", "exp_avg", "exp_avg_sq"}
+            assert all(isinstance(value, torch.Tensor) for _, value in state.items())
+            assert state["step"] == steps
+        saved = optimizer.full_state_dict()
+        assert saved["param_groups"][0]["param_names"] == ["0.weight", "0.bias", "1.weight"]
+        _use_hooks(optimizer, saved, model)
+    return [optimizer.state[p]["exp_avg"].numel() for p in model.parameters()]
+
+
+def _use_hooks(optimizer: Any, saved: Any, model: torch.nn.Module) -> None:
+    """A step, a save and a load, at which each hook is called once; after that, none is."""
+    calls: list[str] = []
+    handles = [getattr(optimizer, register)(partial(_note, calls, register)) for register in HOOKS]
+    optimizer.full_state_dict()
+    optimizer.load_state_dict(saved)
+    for handle in handles[2:]:
+        handle.remove()
+    optimizer.zero_grad()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for handle in handles[:2]:
+        handle.remove()
+    assert sorted(calls) == sorted(HOOKS)
+
+
+def _note(calls: list[str], register: str, *_: Any) -> None:
+    calls.append(register)
+
+
+def test_a_step_is_seen_by_the_profiler() -> None:
+    params = make_params([(3,)])
+    optimizer = fusedshard.AdamW(params)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step_with_ones(optimizer, params)
+    names = [event.key for event in profile.key_averages()]
+    assert "Optimizer.step#AdamW.step" in names
 
 
 def test_cmp_04_named_parameters() -> None:
