@@ -92,6 +92,19 @@ def _dst_03_groups(rank: Rank, variant: Variant) -> Any:
     return build(rank, groups if rank.rank == 0 else groups[::-1], variant)
 
 
+def test_another_dtype_on_one_rank(ranks: RankPool) -> None:
+    for kind, text in ranks.run(2, _other_dtype):
+        assert kind == "ValueError" and "parameter 1" in text
+        assert "float64, shape (4,)" in text and "float32, shape (4,)" in text
+
+
+def _other_dtype(rank: Rank) -> Any:
+    params = make_params([(2, 3), (4,)])
+    if rank.rank == 1:
+        params[1] = torch.nn.Parameter(params[1].detach().double())
+    return build(rank, params)
+
+
 def test_names_are_used_in_messages(ranks: RankPool) -> None:
     for kind, text in ranks.run(2, _named):
         assert kind == "ValueError" and "'1.bias'" in text and "(5,)" in text and "(6,)" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import shutil
 import subprocess
 import sys
@@ -118,3 +119,8 @@ def test_missing_extension_elsewhere_says_what_to_do(tmp_path: Path) -> None:
     *_, last = run_python("import fusedshard", tmp_path, fails=True)
     assert last.startswith("ImportError: fusedshard's extension cannot be loaded: ")
     assert f"no _C*.so in {package}" in last and "pip install --force-reinstall" in last
+
+
+def test_dst_13_an_older_torch_is_refused_at_install() -> None:
+    """Of the releases before 2.6 none is tested; pip names the version that is wanted."""
+    assert "torch>=2.6" in (importlib.metadata.requires("fusedshard") or [])

@@ -1,4 +1,4 @@
-"""README.md says what is there, and its example runs as printed."""
+"""The READMEs say what is there, and the example runs as printed."""
 
 from __future__ import annotations
 
@@ -50,3 +50,12 @@ def test_every_module_is_in_it() -> None:
     for path in (*ROOT.glob("fusedshard/*.py"), *ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/*.cu")):
         if path.name != "__init__.py":
             assert path.name in table, f"{path.name} is not in README.md"
+
+
+def test_every_test_in_the_table_of_traps_exists() -> None:
+    tests = ROOT / "tests"
+    named = re.findall(r"`(\w+)::(\w+)`", (tests / "TRAPS.md").read_text())
+    assert len(named) > 100
+    for module, name in named:
+        source = (tests / f"test_{module}.py").read_text()
+        assert f"def test_{name}(" in source, f"TRAPS.md names {module}::{name}"

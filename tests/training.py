@@ -19,7 +19,7 @@ AWKWARD: Shapes = [(1,), (7,), (17, 257), (0,), (3, 5), (), (2, 3, 4)]
 KINDS = ("Adam", "AdamW")
 MODES = ("sharded", "replicated")
 # Ways to average the gradients of an unwrapped model.
-GRAD_SYNCS = ("step",)
+GRAD_SYNCS = ("step", "backward")
 
 
 class Variant(NamedTuple):
