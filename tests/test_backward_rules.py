@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import Rank, RankPool
 from scenarios import WIDTH, Net, Turn, loss
 from torch.nn.parallel import DistributedDataParallel
-from training import assert_same_bits, make_params, backward
+from training import assert_same_bits, backward, make_params
 
 import fusedshard
 

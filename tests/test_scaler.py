@@ -10,7 +10,16 @@ import pytest
 import torch
 from ranks import Rank, RankPool
 from sides import HYPER, Side, check_against_torch
-from training import GRAD_SYNCS, Variant, assert_same_bits, backward, each_variant, gradient, make_params, variants
+from training import (
+    GRAD_SYNCS,
+    Variant,
+    assert_same_bits,
+    backward,
+    each_variant,
+    gradient,
+    make_params,
+    variants,
+)
 
 import fusedshard
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank, RankPool
-from training import make_params, backward
+from training import backward, make_params
 
 import fusedshard
 from fusedshard import layout
