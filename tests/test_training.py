@@ -11,9 +11,12 @@ from training import (
     AWKWARD,
     assert_close,
     assert_same_bits,
+    make_params,
     train_ours,
     train_reference,
 )
+
+import fusedshard
 
 # About 10 KiB: several buckets even for small parameters, on few ranks.
 TINY_BUCKETS = 0.01
