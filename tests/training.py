@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import Rank
 
 import fusedshard
@@ -57,6 +59,7 @@ each_variant = parametrized(GRAD_SYNCS)
 # Where gradients are assigned by hand, or their averaging is of no account.
 each_kind_and_mode = parametrized(["step"])
 each_external_variant = parametrized(["external"])
+PATIENCE = 5.0  # seconds, of a group whose ranks may fail
 
 
 def make_params(
@@ -142,6 +145,49 @@ def train_reference(
     optimizer = getattr(torch.optim, kind)(params, **options)
     train(optimizer, params, range(steps), lambda p, t, i: mean_gradient(p, t, i, world_size))
     return [p.detach() for p in params], optimizer.state_dict()
+
+
+class Job:
+    """Training on one rank, which can be compared with what it was."""
+
+    SHAPES: ClassVar[Shapes] = [(17, 257), (5,)]
+    OPTIONS: ClassVar[dict[str, Any]] = {"lr": 0.1, "eps": 1.0}
+
+    def __init__(self, rank: Rank, mode: str, group: Any = None) -> None:
+        self.rank, self.group = rank, group or rank.group
+        self.params = make_params(self.SHAPES)
+        self.optimizer = fusedshard.AdamW(
+            self.params, mode=mode, process_group=self.group, **self.OPTIONS
+        )
+
+    def gradients(self, step: int) -> None:
+        for index, param in enumerate(self.params):
+            param.grad = gradient(param, step, index, self.rank.rank)
+
+    def steps(self, which: range) -> None:
+        for step in which:
+            self.gradients(step)
+            self.optimizer.step()
+
+    @classmethod
+    def reference(cls, world_size: int, steps: int) -> Any:
+        """What `whole` should give after ``steps`` steps."""
+        return train_reference(world_size, "AdamW", cls.SHAPES, steps, **cls.OPTIONS)
+
+    def local(self) -> Any:
+        """Copies of all that this rank holds, without communication."""
+        states = [dict(state) for state in self.optimizer.state.values()]
+        moments = [{name: value.clone() for name, value in state.items()} for state in states]
+        return [p.detach().clone() for p in self.params], moments
+
+    def whole(self) -> Any:
+        state = self.optimizer.full_state_dict()
+        return [p.detach().clone() for p in self.params], state
+
+
+def impatient(size: int) -> Any:
+    """A group of the first ranks that waits for none longer than `PATIENCE`."""
+    return dist.new_group(list(range(size)), timeout=datetime.timedelta(seconds=PATIENCE))
 
 
 def assert_same_bits(a: Any, b: Any, what: str = "value") -> None:
