@@ -19,12 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 MAX_RANKS = 4
 # Collectives that wait for a rank longer than this raise, in the ranks.
 GROUP_TIMEOUT = datetime.timedelta(seconds=60)
 # Beyond this a call of `RankPool.run` gives its ranks up.
 CALL_TIMEOUT = 180.0
+# More than a function creates.
+GROUPS_OF_A_CALL = 100
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class RankPool:
 
     def __init__(self, scratch: Path) -> None:
         self._scratch = scratch
-        self._started = 0
+        self._started = self._calls = 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -53,7 +56,8 @@ class RankPool:
         """Call ``function(rank, *args)`` on the first ``world_size`` ranks; results in order."""
         if not self._processes:
             self._start()
-        message = pickle.dumps((world_size, function, args))
+        self._calls += 1
+        message = pickle.dumps((self._calls, world_size, function, args))
         for pipe in self._pipes[:world_size]:
             pipe.send_bytes(message)
         answers = self._collect(world_size)
@@ -117,9 +121,11 @@ def _serve(rank: int, init_method: str, pipe: Connection, path: list[str]) -> No
     }
     while True:
         try:
-            world_size, function, args = pickle.loads(pipe.recv_bytes())
+            call, world_size, function, args = pickle.loads(pipe.recv_bytes())
         except EOFError:
             return
+        # A new group's name counts those before it, of which ranks that were left out know nothing.
+        distributed_c10d._world.group_count = GROUPS_OF_A_CALL * call
         try:
             answer = (True, function(Rank(rank, world_size, groups[world_size]), *args))
         except BaseException:
