@@ -19,7 +19,7 @@ class Status(NamedTuple):
 
     Attributes:
         error: what is wrong on this rank already, or None.
-        call: the function that the ranks agree in.
+        call: the function that the ranks agree in, and what it was asked to do.
         groups: hyperparameters of each param group.
         turn: how many agreements were before this one: ranks that call step() unequally often
             must not be taken for each other.

@@ -54,7 +54,9 @@ class AveragingOptimizer(ShardedOptimizer):
                 "before it"
             )
         with torch.no_grad():
-            self._average_gradients("GradScaler.unscale_", error)
+            # A GPU is not waited for to compare the scales.
+            known = f" by {inv_scale.item()}" if inv_scale.device.type == "cpu" else ""
+            self._average_gradients(f"GradScaler.unscale_{known}", error)
             self._built.check_finite(found_inf)
             self._built.scale_gradients(inv_scale.to(torch.float64), None)
         self._scaler_agrees = True
@@ -148,7 +150,9 @@ class AveragingOptimizer(ShardedOptimizer):
             chosen = self._numbers_of(parameters)
         except Exception as caught:  # as in the constructor
             error = caught
-        self._average_gradients("clip_grad_norm_", error)
+        asked = f"{max_norm}, {norm_type}, {error_if_nonfinite}"
+        some = "" if chosen is None else f" of parameters {sorted(chosen)}"
+        self._average_gradients(f"clip_grad_norm_({asked}){some}", error)
         engine = self._built
         norm = engine.gradient_norm(norm_type, chosen)
         if error_if_nonfinite and not bool(norm.isfinite()):

@@ -23,7 +23,15 @@ from torch.distributed import distributed_c10d
 
 from fusedshard.pending import Pending, Watcher
 from fusedshard.stats import Stats
-from fusedshard.transport import STATUS, Channel, GlooPairs, Transport, choose_transport
+from fusedshard.transport import (
+    OBJECTS,
+    SIZES,
+    STATUS,
+    Channel,
+    GlooPairs,
+    Transport,
+    choose_transport,
+)
 
 T = TypeVar("T")
 
@@ -36,8 +44,8 @@ _connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 # How many optimizers have used each, copies of optimizers apart.
 _channels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-# Numbers of optimizers, and of copies behind them: three tags for each stay below 1 << 31.
-_MOST_OPTIMIZERS, _MOST_COPIES = 1 << 20, 1 << 29
+# Numbers of optimizers, and of copies behind them: five tags for each stay below 1 << 31.
+_MOST_OPTIMIZERS, _MOST_COPIES = 1 << 20, 1 << 28
 
 
 class Communicator:
@@ -152,12 +160,13 @@ class Communicator:
             self.stats.count("broadcast", tensor.nbytes if self.rank == 0 else 0)
             self._on(tensor.device).broadcast_(tensor)
 
-    def gather_rows(self, row: torch.Tensor) -> torch.Tensor:
-        """A small all-gather: ``row`` is 1-D, the result (N, len(row)) in rank order."""
+    def gather_rows(self, row: torch.Tensor, kind: int = STATUS) -> torch.Tensor:
+        """A small all-gather: ``row`` is 1-D, the result (N, len(row)) in rank order. Rows of one
+        ``kind`` have one length."""
         rows = row.new_empty(self.world_size, row.numel())
         rows[self.rank] = row
         self.stats.count("status", (self.world_size - 1) * row.nbytes)
-        self._control.all_gather_(rows.view(-1), STATUS).wait()
+        self._control.all_gather_(rows.view(-1), kind).wait()
         return rows
 
     def gather_objects(self, value: T) -> list[T]:
@@ -165,10 +174,12 @@ class Communicator:
         if self.world_size == 1:
             return [value]
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        sizes = self.gather_rows(torch.tensor([data.numel()], device="cpu")).flatten().tolist()
+        sizes = (
+            self.gather_rows(torch.tensor([data.numel()], device="cpu"), SIZES).flatten().tolist()
+        )
         padded = data.new_zeros(max(sizes))
         padded[: data.numel()] = data
-        rows = self.gather_rows(padded)
+        rows = self.gather_rows(padded, OBJECTS)
         return [
             pickle.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes, strict=True)
         ]

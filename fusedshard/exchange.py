@@ -253,5 +253,9 @@ def mark_of(grad: torch.Tensor | None) -> tuple[int, int, int]:
     """What tells whether a gradient is still the one it was."""
     if grad is None:
         return NO_GRADIENT
+    try:
+        address = grad.data_ptr()
+    except RuntimeError:  # a sparse one, or a wrapper, which the step will refuse
+        address = 0
     # Tensors of inference mode count no versions.
-    return id(grad), grad.data_ptr(), -1 if grad.is_inference() else grad._version
+    return id(grad), address, -1 if grad.is_inference() else grad._version

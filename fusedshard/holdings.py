@@ -13,13 +13,17 @@ from fusedshard.exchange import GradientExchange
 from fusedshard.flat import BucketMemory, FlatBuffer, view_as_param
 from fusedshard.gradients import GradientReducer
 from fusedshard.layout import FlatLayout, Layout, Segment, Slot, build_layout
+from fusedshard.native import BACKENDS
 from fusedshard.options import ParallelOptions
 from fusedshard.params import (
     KEEP_PARAMETERS,
+    bytes_of,
     check_apart,
     check_form,
     check_param,
     form_of,
+    is_dense,
+    is_plain,
     iterate_params,
     parameter_labels,
     shows_its_memory,
@@ -66,8 +70,16 @@ class Holdings:
         new = len(self.params) - len(self.steps)
         self.set_steps(torch.cat([self.steps, self.steps.new_zeros(new)]))
         self._adopt(training)
+        self._share_frozen(first=len(self.params) - new)
         self._make_tables()
         self._make_room_for_amsgrad([bool(group["amsgrad"]) for group in groups])
+
+    def _share_frozen(self, first: int) -> None:
+        """Give every rank the first one's frozen parameters, too, as DDP does. Collective."""
+        for param in self.params[first:]:
+            shared = not param.requires_grad and param.numel() and param.device.type in BACKENDS
+            if shared and is_plain(param) and is_dense(param):
+                self.comm.broadcast_(bytes_of(param.detach()))
 
     def admit_copies(self, groups: Sequence[Mapping[str, Any]], original: Holdings) -> None:
         """Take the copied parameters of ``groups`` into flat memory, where the original has its

@@ -143,7 +143,7 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether it has memory of its own that holds its elements."""
-    return tensor.layout == torch.strided and not is_wrapper(tensor)
+    return tensor.layout == torch.strided and not tensor.is_quantized and not is_wrapper(tensor)
 
 
 def spec_of(index: int, param: torch.Tensor) -> ParamSpec:
@@ -218,6 +218,12 @@ def shows_its_memory(tensor: torch.Tensor) -> bool:
     """Whether its values are those that kernels read: a lazily negated or conjugated view shows
     others than its memory holds, and a tensor of efficient zeros has none."""
     return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a dense tensor, uint8."""
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(torch.uint8)
 
 
 def in_storage_order(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,9 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 
@@ -99,7 +100,20 @@ class Pending:
         return time.perf_counter() if arrived is None else arrived
 
 
+@contextmanager
+def explaining() -> Iterator[None]:
+    """Say what it means where gloo only names a socket."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "process_group: another rank has ended, or did not come to this call within the "
+            f"group's timeout; what the ranks share of the optimizer ends with it ({error})"
+        ) from error
+
+
 def _wait(works: Sequence[Waitable | None]) -> None:
-    for work in works:
-        if work is not None:
-            work.wait()
+    with explaining():
+        for work in works:
+            if work is not None:
+                work.wait()

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from fusedshard.pending import Pending, Watcher
+from fusedshard.pending import Pending, Watcher, explaining
 
 # torch 2.13 renamed both, and warns of the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -30,7 +30,8 @@ class Channel(NamedTuple):
     Messages between two ranks arrive in the order in which they were sent, for each tag. Every
     optimizer has tags of its own, and each kind of message, since the buckets of two optimizers
     may be started in another order on each rank, as may a bucket and the gathering of an earlier
-    one.
+    one. And where ranks are in different calls, messages of different sizes must not meet: gloo
+    would end the process.
 
     Attributes:
         gloo: a ProcessGroupGloo over the ranks.
@@ -46,7 +47,7 @@ class Channel(NamedTuple):
         return self.number * len(_KINDS) + kind
 
 
-_KINDS = EXCHANGE, GATHER, STATUS = 0, 1, 2
+_KINDS = EXCHANGE, GATHER, STATUS, SIZES, OBJECTS = 0, 1, 2, 3, 4
 
 
 class Transport(Protocol):
@@ -124,8 +125,9 @@ class GlooPairs:
         self, kind: int, leaving: Sequence[torch.Tensor], arriving: Mapping[int, torch.Tensor]
     ) -> Pending:
         tag = self._channel.tag(kind)
-        works = [self._gloo.recv([arriving[peer]], peer, tag) for peer in self._peers]
-        works += [self._gloo.send([leaving[peer]], peer, tag) for peer in self._peers]
+        with explaining():
+            works = [self._gloo.recv([arriving[peer]], peer, tag) for peer in self._peers]
+            works += [self._gloo.send([leaving[peer]], peer, tag) for peer in self._peers]
         return Pending(works, watcher=self._channel.watcher)
 
     def reduce_scatter(self, send: torch.Tensor, out: torch.Tensor) -> Pending:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, RankPool
-from training import Variant, each_kind_and_mode, make_params
+from training import Variant, assert_same_bits, each_kind_and_mode, make_params
 
 import fusedshard
 
@@ -142,7 +142,7 @@ def _dst_04(rank: Rank, variant: Variant, in_group: bool) -> Any:
         ({"weight_decay": -1.0}, "weight_decay value: -1.0"),
         ({"mode": "zero3"}, "mode: got 'zero3', wanted one of 'sharded', 'replicated'"),
         ({"reduction": "tree"}, "reduction: got 'tree'"),
-        ({"grad_sync": "backward"}, "grad_sync: got 'backward', wanted one of"),
+        ({"grad_sync": "later"}, "grad_sync: got 'later', wanted one of"),
         ({"betas": (0.9,)}, "betas: got (0.9,), wanted two numbers"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb: got 0"),
         ({"bucket_cap_mb": "big"}, "bucket_cap_mb: got 'big'"),
@@ -238,3 +238,24 @@ def _outside(rank: Rank) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def test_dst_01_frozen_parameters_are_the_first_ranks_too(ranks: RankPool) -> None:
+    """Of any dtype and order of strides; those without memory of their own stay."""
+    first, *others = ranks.run(3, _frozen_of_all_kinds)
+    for other in others:
+        assert_same_bits(other, first)
+
+
+def _frozen_of_all_kinds(rank: Rank) -> list[torch.Tensor]:
+    trains = torch.nn.Parameter(torch.ones(2))
+    values = torch.arange(12).view(3, 4) + 100 * rank.rank
+    frozen = [
+        torch.nn.Parameter(values.to(dtype), requires_grad=False)
+        for dtype in (torch.float32, torch.bfloat16, torch.int8, torch.complex64)
+    ]
+    frozen.append(torch.nn.Parameter(values.float().t(), requires_grad=False))
+    frozen.append(torch.nn.Parameter(torch.empty(3, device="meta"), requires_grad=False))
+    frozen.append(torch.nn.Parameter(torch.empty(0), requires_grad=False))
+    fusedshard.AdamW([trains, *frozen], process_group=rank.group)
+    return [p.detach() for p in frozen if p.device.type != "meta"]

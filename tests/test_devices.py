@@ -107,7 +107,7 @@ def test_capture_needs_capturable() -> None:
     before = param.detach().clone()
     refusal = RuntimeError("Attempting CUDA graph capture of step()")
     with (
-        mock.patch("fusedshard.optimizer._check_capture", side_effect=refusal),
+        mock.patch("fusedshard.averaging._check_capture", side_effect=refusal),
         pytest.raises(RuntimeError, match="Attempting CUDA graph capture"),
     ):
         optimizer.step()

@@ -232,17 +232,12 @@ def load(job: Job) -> None:
     job.optimizer.load_state_dict({})
 
 
-CRASH = "gloo ends the process where messages of different sizes meet"
-
-
-@pytest.mark.xfail(strict=True, reason=CRASH)
 def test_a_rank_that_loads_where_the_other_steps(ranks: RankPool) -> None:
     for failed, before, after in ranks.run(2, _apart, "sharded", (step, load)):
         assert failed
         assert_same_bits(before, after)
 
 
-@pytest.mark.xfail(strict=True, reason="the ranks do not tell each other what they are asked to do")
 @each_mode
 @pytest.mark.parametrize(
     "calls",

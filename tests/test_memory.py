@@ -94,7 +94,9 @@ def test_wire_volume(
     for _, layout, (calls, sent), _ in ranks.run(world_size, _one_step, mode, reduction):
         share = 4 * layout.padded_numel * (world_size - 1) // world_size
         assert calls.pop("status") == 1
-        assert sent.pop("status") == (world_size - 1) * (8 + 1 + 1 + len(SHAPES))
+        assert sent.pop("status") == (world_size - 1) * (
+            8 + 1 + 1 + layout.bucket_count + len(SHAPES)
+        )
         assert calls == dict.fromkeys(expected, layout.bucket_count)
         assert sent == {name: shares * share for name, shares in expected.items()}
 

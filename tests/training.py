@@ -161,8 +161,10 @@ class Job:
         )
 
     def gradients(self, step: int) -> None:
-        for index, param in enumerate(self.params):
-            param.grad = gradient(param, step, index, self.rank.rank)
+        for param in self.params:
+            param.grad = None
+        own = [gradient(p, step, index, self.rank.rank) for index, p in enumerate(self.params)]
+        backward(self.params, own)
 
     def steps(self, which: range) -> None:
         for step in which:
