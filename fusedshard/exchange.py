@@ -139,10 +139,10 @@ class GradientExchange:
         changed = {i for i in self.spans if self._marks.get(i) != mark_of(self.params[i].grad)}
         stale, edited = set[int](), set[int]()
         if self.overlapped:
-            stale = set(self._dirty)
+            # Without its hook nobody has told of a backward.
+            stale = self._dirty | (changed - self.hooked)
             if not self.in_place:
-                # Without its hook nobody has told of a backward.
-                stale |= {i for i in changed if self.params[i].grad is None or i not in self.hooked}
+                stale |= {index for index in changed if self.params[index].grad is None}
                 edited = changed - stale
         elif self._sends:
             stale = changed

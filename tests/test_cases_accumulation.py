@@ -30,8 +30,11 @@ MICRO_BATCHES = (1.0, 2.0, 4.0, 8.0)
 
 
 @each_variant
-def test_acc_01_every_micro_batch_counts_once(ranks: RankPool, variant: Variant) -> None:
-    for value in ranks.run(2, _acc_01, variant, False):
+@pytest.mark.parametrize("no_sync", [False, True])
+def test_acc_01_every_micro_batch_counts_once(
+    ranks: RankPool, variant: Variant, no_sync: bool
+) -> None:
+    for value in ranks.run(2, _acc_01, variant, no_sync):
         assert value == pytest.approx(-0.9574468, abs=1e-6)
 
 
@@ -49,9 +52,10 @@ def _acc_01(rank: Rank, variant: Variant, no_sync: bool) -> float:
     if variant.grad_sync == "external":
         forward = DistributedDataParallel(model, process_group=rank.group)
     optimizer = variant.ours(model.parameters(), rank, lr=1.0, eps=1.0, weight_decay=0.0)
+    no_sync_of = forward.no_sync if variant.grad_sync == "external" else optimizer.no_sync
     for grad in MICRO_BATCHES:
         last = grad == MICRO_BATCHES[-1]
-        with forward.no_sync() if no_sync and not last else contextlib.nullcontext():
+        with no_sync_of() if no_sync and not last else contextlib.nullcontext():
             forward(grad * (rank.rank + 1)).backward()
     optimizer.step()
     return model.weight.item()
