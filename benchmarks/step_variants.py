@@ -1,8 +1,9 @@
-"""The ways to train that bench_step.py compares: each a model and its optimizer, built alike."""
+"""The ways to train that are compared: each a model and its optimizer, built alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import fusedshard
 from fusedshard.demo.model import GPT
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
+FUSED = HYPERPARAMETERS | {"fused": True}
 
 DDP = "DDP + AdamW fused"
 DDP_VIEW = "DDP, gradient_as_bucket_view + AdamW fused"
@@ -25,20 +27,23 @@ FSDP = "FSDP2 + AdamW fused"
 FSDP_KEEP = "FSDP2, parameters kept after forward + AdamW fused"
 REPLICATED = "fusedshard replicated, ordered"
 SHARDED = "fusedshard sharded, ordered"
+SHARDED_IN_STEP = "fusedshard sharded, ordered, exchanged in step"
 SHARDED_BACKEND = "fusedshard sharded, backend"
 
 Built = tuple[nn.Module, Optimizer]
+Build = Callable[[Any], Built]  # of a model
 
 
-def _ddp(model: GPT, **options: Any) -> Built:
+def ddp(model: nn.Module, *, adam: Mapping[str, Any] = FUSED, **options: Any) -> Built:
+    """With torch's AdamW, and what that is given."""
     wrapped = DistributedDataParallel(model, **options)
-    return wrapped, AdamW(wrapped.parameters(), **HYPERPARAMETERS, fused=True)
+    return wrapped, AdamW(wrapped.parameters(), **adam)
 
 
-def _zero(model: GPT, **options: Any) -> Built:
+def _zero(model: nn.Module, **options: Any) -> Built:
     wrapped = DistributedDataParallel(model)
     return wrapped, ZeroRedundancyOptimizer(
-        wrapped.parameters(), optimizer_class=AdamW, **options, **HYPERPARAMETERS, fused=True
+        wrapped.parameters(), optimizer_class=AdamW, **options, **FUSED
     )
 
 
@@ -46,27 +51,24 @@ def _fsdp(model: GPT, **options: Any) -> Built:
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return model, AdamW(model.parameters(), **HYPERPARAMETERS, fused=True)
+    return model, AdamW(model.parameters(), **FUSED)
 
 
-def _ours(model: GPT, **options: Any) -> Built:
-    return model, fusedshard.AdamW(model.parameters(), **HYPERPARAMETERS, **options)
+def ours(model: nn.Module, **options: Any) -> Built:
+    return model, fusedshard.AdamW(model.parameters(), **HYPERPARAMETERS | options)
 
 
-BUILDERS: dict[str, Callable[[GPT], Built]] = {
-    DDP: _ddp,
-    DDP_VIEW: lambda model: _ddp(model, gradient_as_bucket_view=True),
+BUILDERS: dict[str, Build] = {
+    DDP: ddp,
+    DDP_VIEW: partial(ddp, gradient_as_bucket_view=True),
     ZERO: _zero,
-    ZERO_VIEW: lambda model: _zero(model, parameters_as_bucket_view=True),
+    ZERO_VIEW: partial(_zero, parameters_as_bucket_view=True),
     FSDP: _fsdp,
-    FSDP_KEEP: lambda model: _fsdp(model, reshard_after_forward=False),
-    REPLICATED: lambda model: _ours(
-        model, mode="replicated", reduction="ordered", grad_sync="step"
-    ),
-    SHARDED: lambda model: _ours(model, mode="sharded", reduction="ordered", grad_sync="step"),
-    SHARDED_BACKEND: lambda model: _ours(
-        model, mode="sharded", reduction="backend", grad_sync="step"
-    ),
+    FSDP_KEEP: partial(_fsdp, reshard_after_forward=False),
+    REPLICATED: partial(ours, mode="replicated", reduction="ordered"),
+    SHARDED: partial(ours, mode="sharded", reduction="ordered"),
+    SHARDED_IN_STEP: partial(ours, mode="sharded", reduction="ordered", grad_sync="step"),
+    SHARDED_BACKEND: partial(ours, mode="sharded", reduction="backend"),
 }
 
 

@@ -2,68 +2,21 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from bench_tools import BENCHMARKS, check_bars, check_spread, load_module, only_report, run
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 needs_fsdp_on_cpus = pytest.mark.skipif(
     torch.__version__.startswith("2.6."), reason="FSDP2 of torch 2.6 does not run on CPUs"
 )
-
-
-def run(folder: Path, *command: str) -> str:
-    """Run a benchmark in its quick form, and return what it printed."""
-    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo"}
-    result = subprocess.run(
-        [sys.executable, *command, "--quick", "--out", str(folder)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr[-4000:]
-    return result.stdout
-
-
-def only_report(folder: Path, name: str) -> dict[str, Any]:
-    """The one report that was written, with what every report begins with checked."""
-    assert [path.name for path in folder.glob("*.json")] == [f"{name}.json"]
-    report: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
-    assert report["machine"]["cpu"] and report["machine"]["cores"] >= 1
-    assert report["machine"]["memory_bytes"] > 2**28
-    assert {"python", "torch", "fusedshard"} <= set(report["versions"])
-    assert report["settings"]["quick"] is True
-    assert "commit" in report and report["date"].endswith("+00:00")
-    return report
-
-
-def check_spread(spread: dict[str, float]) -> None:
-    assert 0 < spread["lower"] <= spread["median"] <= spread["upper"]
-
-
-def check_bars(report: dict[str, Any], printed: str) -> None:
-    for bar in report["bars"]:
-        check_spread(bar["measured"])
-        relation, limit = bar["wanted"].split()
-        measured = bar["measured"]["median"]
-        assert bar["met"] == (
-            measured >= float(limit) if relation == ">=" else measured <= float(limit)
-        )
-        assert bar["claim"] in printed
 
 
 def test_kernel(tmp_path: Path) -> None:
@@ -103,6 +56,7 @@ STEP_VARIANTS = {
     "FSDP2, parameters kept after forward + AdamW fused",
     "fusedshard replicated, ordered",
     "fusedshard sharded, ordered",
+    "fusedshard sharded, ordered, exchanged in step",
     "fusedshard sharded, backend",
 }
 
@@ -132,7 +86,7 @@ def test_step_under_torchrun(tmp_path: Path) -> None:
     check_step(tmp_path, printed)
     settings = only_report(tmp_path, "step_2_ranks")["settings"]
     assert (settings["batch"], settings["threads"]) == (2, 2)
-    assert settings["loss_after_steps"] == 2 * (1 + 1), "a round that is not counted, then one"
+    assert settings["steps_of_each"] == 2 * (1 + 1), "a round that is not counted, then one"
 
 
 @needs_fsdp_on_cpus
@@ -167,14 +121,8 @@ def test_comm(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import one of the benchmarks' modules by name, as the scripts do."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-    def load(name: str) -> ModuleType:
-        return importlib.import_module(name)
-
-    return load
+def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    return partial(load_module, monkeypatch)
 
 
 def test_interleaving_gives_every_variant_every_place(module: Any) -> None:
