@@ -99,8 +99,8 @@ def _call_difference(by_rank: Sequence[str]) -> str:
         return ""
     calls = ", ".join(f"{call} on rank {rank}" for rank, call in enumerate(by_rank))
     return (
-        "step: the ranks are in different calls, of which each must be made by all of them, and "
-        f"equally often: {calls}"
+        "optimizer: the ranks' calls differ, and each must be made by all of them, equally often "
+        f"and with the same arguments: {calls}"
     )
 
 
@@ -121,8 +121,9 @@ def _scaling_difference(by_rank: Sequence[str]) -> str:
         if scaling != by_rank[0]:
             return (
                 f"GradScaler: the ranks' differ ({by_rank[0] or 'none'} on rank 0, "
-                f"{scaling or 'none'} on rank {rank}): torch.amp.GradScaler looks at its own "
-                "rank's gradients alone; use fusedshard.GradScaler, on every rank"
+                f"{scaling or 'none'} on rank {rank}): give all the same scale, and load its state "
+                "on every rank; torch.amp.GradScaler looks at its own rank's gradients alone: use "
+                "fusedshard.GradScaler"
             )
     return ""
 

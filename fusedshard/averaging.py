@@ -66,24 +66,25 @@ class AveragingOptimizer(ShardedOptimizer):
     ) -> tuple[torch.Tensor | None, list[GroupScalars]]:
         """Average the gradients, and unscale them where a scaler has left the scale to do so.
 
-        torch's scalers set ``grad_scale`` and ``found_inf`` around `step`. Only where ours has
-        looked at the gradients is it known that all ranks' want the same, without reading them.
+        torch's scalers set ``grad_scale`` and ``found_inf`` around `step`. Where ours has looked at
+        the gradients all ranks have one found_inf, which is not read from a GPU then.
         """
         grad_scale: torch.Tensor | None = getattr(self, "grad_scale", None)
         found_inf: torch.Tensor | None = getattr(self, "found_inf", None)
         scaling = ""
-        if found_inf is not None and not self._scaler_agrees and self._built.comm.world_size > 1:
+        ours, several = self._scaler_agrees, self._built.comm.world_size > 1
+        if found_inf is not None and several and (not ours or found_inf.device.type == "cpu"):
             scale = "unscaled" if grad_scale is None else f"scale {float(grad_scale)}"
             scaling = f"{scale}, found_inf {float(found_inf)}"
             averaged = self._options.has_averages_after_backward
-            if not averaged and not self._warned_of_scaler:
+            if not ours and not averaged and not self._warned_of_scaler:
                 self._warned_of_scaler = True
                 warnings.warn(
                     "torch.amp.GradScaler looks at its own rank's gradients alone: use "
                     "fusedshard.GradScaler",
                     stacklevel=4,
                 )
-        if scaling and grad_scale is None and self._built.has_sent_by_backward:
+        if scaling and not ours and grad_scale is None and self._built.has_sent_by_backward:
             # torch's unscale_ changes p.grad in a way that autograd's versions do not show.
             error = error or RuntimeError(
                 "GradScaler: torch.amp.GradScaler.unscale_ changed gradients that backward had "

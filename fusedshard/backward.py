@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -29,8 +30,10 @@ class BackwardHooks:
     """Starts the exchange of each bucket when all its gradients are there, in bucket order.
 
     Nothing here waits for another rank, which may itself be waiting in a collective of the user's
-    inside its backward: where buckets come faster than they are exchanged, or a parameter is not
-    used, the rest is left to the end of backward, and what then would have to wait to `complete`.
+    inside its backward: where a parameter is not used, its bucket and those behind it are left to
+    the end of backward, and what would have to wait for a lane to `complete`. (A backend whose
+    waiting only orders streams has lanes enough.) Where means overwrite gradients, nothing is sent
+    before the end of backward, when hooks of the user's have seen them, too.
 
     Args:
         number: of the optimizer, the same on every rank.
@@ -52,7 +55,8 @@ class BackwardHooks:
         self._device, self._backend = device, BACKENDS[device.type]
         self._ended = ended
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        self._task = -1  # the backward that is going on, or was last
+        self._tasks: set[int] = set()  # backwards of this cycle
+        self._lock = threading.RLock()  # several may go on at once
         self._missing: list[int] = []  # gradients that each bucket waits for
         self._arrived: set[int] = set()  # in this cycle
         self._usual: set[int] | None = None  # those that ever came; at first all are waited for
@@ -83,15 +87,18 @@ class BackwardHooks:
 
     def next_cycle(self) -> None:
         """The next backward sends all buckets once more."""
-        # Where means overwrite gradients, one that comes late would be averaged in two steps, with
-        # a rounding that depended on when the first of them was.
-        if self._arrived and not self._exchange.in_place:
+        if self._arrived:
             self._usual = self._arrived | (self._usual or set())
         self._arrived, self._missing = set(), []
+        self._tasks.clear()
         self._streams.clear()
 
     def _ready(self, index: int, _: torch.Tensor) -> None:
         """A gradient was accumulated."""
+        with self._lock:
+            self._note(index)
+
+    def _note(self, index: int) -> None:
         exchange = self._exchange
         if not exchange.is_home(index):
             return  # moved away, perhaps into another optimizer
@@ -99,9 +106,9 @@ class BackwardHooks:
         if not self.syncing:
             return
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task = task
-            self._begin()
+        if task not in self._tasks:
+            self._tasks.add(task)
+            self._begin(task)
         if self._wrapped or index in self._arrived:
             return
         self._arrived.add(index)
@@ -110,14 +117,15 @@ class BackwardHooks:
             self._missing[number] -= 1
         self._send_filled()
 
-    def _begin(self) -> None:
+    @torch.compiler.disable
+    def _begin(self, task: int) -> None:
         """Of a backward, at its first gradient."""
         exchange = self._exchange
         if self._wrapped is None:
             self._wrapped = _is_in_ddp(exchange.params)
-        others = _taking_part.setdefault(self._task, [])
+        others = _taking_part.setdefault(task, [])
         if not others:
-            _engine.queue_callback(functools.partial(_end_all, self._task))
+            _engine.queue_callback(functools.partial(_end_all, task))
         others.append(weakref.ref(self))
         if len(self._missing) < len(exchange.members):
             self._missing = [self._expected(members) for members in exchange.members]
@@ -134,16 +142,19 @@ class BackwardHooks:
         """Of a backward."""
         if self._wrapped:
             return
-        if self._ended is not None:
-            _call(self._ended)
-        elif not _inside_function(sys._getframe()):
-            self._missing = [0] * len(self._missing)
-            self._send_filled()
+        with self._lock:
+            if self._ended is not None:
+                _call(self._ended)
+            elif not _inside_function(sys._getframe()):
+                self._missing = [0] * len(self._missing)
+                self._send_filled()
 
     def _send_filled(self) -> None:
         """Start all buckets whose turn it is and that wait for nothing."""
         exchange = self._exchange
-        if not self._is_filled() or not exchange.reducer.overlaps(self._device):
+        if exchange.in_place or not self._is_filled():
+            return
+        if not exchange.reducer.overlaps(self._device):
             return
         if self._backend.capturing():
             return  # a replay would repeat it without the step
@@ -197,8 +208,8 @@ def _is_in_ddp(params: Iterable[torch.Tensor]) -> bool:
             map(id, found.parameters())
         ):
             warnings.warn(
-                'the model is wrapped in DistributedDataParallel: with grad_sync="external" the '
-                "gradients are not averaged a second time",
+                "the model is wrapped in DistributedDataParallel, which averages its gradients: "
+                'pass grad_sync="external", or they are averaged twice (which changes nothing)',
                 stacklevel=2,
             )
             return True

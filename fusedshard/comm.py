@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fusedshard.pending import Pending, Watcher
+from fusedshard.pending import Pending
 from fusedshard.stats import Stats
 from fusedshard.transport import (
     OBJECTS,
@@ -85,7 +85,7 @@ class Communicator:
             self._copies += 1
             place = f"{self._channel.number}/{self._copies}".encode()
             number = _MOST_OPTIMIZERS + zlib.crc32(place) % _MOST_COPIES
-            twin._open(self._channel._replace(number=number, watcher=Watcher()))
+            twin._open(self._channel._replace(number=number))
         return twin
 
     def _open(self, channel: Channel) -> None:
@@ -235,7 +235,7 @@ def _new_channel(given: Any) -> Channel:
     gloo._allgather_base(counts, torch.tensor([_channels.get(given, 0)], device="cpu")).wait()
     number = int(counts.amax())
     _channels[given] = number + 1
-    return Channel(gloo, number, Watcher())
+    return Channel(gloo, number)
 
 
 def _connect(given: Any) -> Any:

@@ -136,15 +136,19 @@ class Engine(Holdings):
         if edited:
             return RuntimeError(
                 f"{self._labels[edited[0]]}: its gradient was changed after backward had sent it "
-                "to be averaged: clip with optimizer.clip_grad_norm_, scale the loss with "
-                'fusedshard.GradScaler, and edit gradients under grad_sync="step" only'
+                "to be averaged: clip with optimizer.clip_grad_norm_ and scale with "
+                "fusedshard.GradScaler (torch's see this rank's gradient alone); "
+                'grad_sync="step" takes other edits of it, and grad_sync="external" a model in '
+                "DistributedDataParallel"
             )
         if changed and self._averaged is not None and self._averaged.witness is not None:
             index, gradient = self._averaged.witness
             if self.params[index].grad is gradient() is not None:
                 return RuntimeError(
-                    "gradients: changed after clip_grad_norm_ or unscale_: call these after the "
-                    "last backward(), and optimizer.zero_grad() where a step is left out"
+                    "gradients: changed after clip_grad_norm_ or unscale_, which left the scaling "
+                    "to the update: call these after the last backward(), clip with "
+                    "optimizer.clip_grad_norm_, and call optimizer.zero_grad() where a step is "
+                    "left out"
                 )
         return None
 
@@ -158,7 +162,8 @@ class Engine(Holdings):
         if partly:
             raise RuntimeError(
                 f"{self._labels[partly[0]]}: got a gradient on some ranks only, but averaged ones "
-                f'(grad_sync="{self._options.grad_sync}") are on every rank'
+                f'(grad_sync="{self._options.grad_sync}") are on every rank: edit p.grad alike on '
+                "all"
             )
 
     def _average(self, agreed: Agreement) -> None:

@@ -9,6 +9,7 @@ do together.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +21,10 @@ from fusedshard.params import check_gradient, dense_gradient, form_of, is_plain,
 from fusedshard.stats import Stats
 from fusedshard.tables import StepTables
 
-NO_GRADIENT = 0, 0, 0
+# Which tensor a gradient was, where it lay, and its version. A weak reference, since a new tensor
+# may get the number and place of an old one.
+Mark = tuple["weakref.ref[torch.Tensor] | None", int, int]
+NO_GRADIENT: Mark = None, 0, 0
 
 
 class Outlook(NamedTuple):
@@ -60,7 +64,7 @@ class GradientExchange:
         self.hooked: set[int] = set()  # those that backward tells of
         self.next = 0  # the bucket that this cycle sends next, where overlapped
         self._buckets: list[BucketMemory] = []
-        self._marks: dict[int, tuple[int, int, int]] = {}  # of gradients when they were sent
+        self._marks: dict[int, Mark] = {}  # of gradients when they were sent
         self._sent: dict[int, torch.Tensor] = {}  # memory that is still in use
         self._means: dict[int, torch.Tensor] = {}  # of parameters without a gradient here
         self._dirty: set[int] = set()  # to be sent again
@@ -89,7 +93,7 @@ class GradientExchange:
         """Start to exchange this cycle's next bucket, unless that had to wait."""
         if not self.reducer.has_room():
             return False
-        self._send(self.next, None, watch=True)
+        self._send(self.next, None)
         self.next += 1
         return True
 
@@ -136,7 +140,8 @@ class GradientExchange:
 
     def outlook(self) -> Outlook:
         """How the gradients compare with what was sent."""
-        changed = {i for i in self.spans if self._marks.get(i) != mark_of(self.params[i].grad)}
+        marks, params = self._marks, self.params
+        changed = {i for i in self.spans if not is_marked(marks.get(i), params[i].grad)}
         stale, edited = set[int](), set[int]()
         if self.overlapped:
             # Without its hook nobody has told of a backward.
@@ -169,6 +174,7 @@ class GradientExchange:
 
     def forget(self) -> None:
         """What was sent is of no use, but the cycle goes on: other ranks may not forget."""
+        self._error = None
         if self.overlapped:
             self._dirty.update(*self.members[: self.next])
         else:
@@ -180,7 +186,7 @@ class GradientExchange:
         self._marks.clear()
         self._dirty.clear()
 
-    def _send(self, number: int, used: Sequence[int] | None, *, watch: bool = False) -> None:
+    def _send(self, number: int, used: Sequence[int] | None) -> None:
         if not self._marks:
             self.stats.exchanges.clear()
         bucket = self._buckets[number]
@@ -192,7 +198,7 @@ class GradientExchange:
             addresses[index] = 0 if grad is None else grad.data_ptr()
         bucket.packing.point_at(addresses)
         self._packing.upload()
-        self.reducer.start(bucket, watch=watch)
+        self.reducer.start(bucket)
 
     def _take_gradient(self, index: int, used: Sequence[int] | None) -> torch.Tensor | None:
         """What to send of a parameter, and in place to overwrite: None counts as zero."""
@@ -230,7 +236,7 @@ class GradientExchange:
     def _deliver(self) -> None:
         """Give ``p.grad`` the means that came, in place; and let go of what was sent."""
         for index, mean in self._sent.items() if self.in_place else ():
-            if self._marks[index] == NO_GRADIENT:
+            if self._marks[index][0] is None:
                 self._means[index] = mean
             elif mean is not self.params[index].grad:
                 store_gradient(self.params[index], mean)
@@ -249,13 +255,24 @@ def _home_of(param: torch.Tensor) -> Any:
     return param.data_ptr(), *form_of(param)
 
 
-def mark_of(grad: torch.Tensor | None) -> tuple[int, int, int]:
+def mark_of(grad: torch.Tensor | None) -> Mark:
     """What tells whether a gradient is still the one it was."""
     if grad is None:
         return NO_GRADIENT
+    return weakref.ref(grad), *_place_of(grad)
+
+
+def is_marked(mark: Mark | None, grad: torch.Tensor | None) -> bool:
+    """Whether a gradient is the one that was marked, as it was."""
+    if mark is None or grad is None:
+        return mark is not None and mark[0] is None
+    return mark[0] is not None and mark[0]() is grad and mark[1:] == _place_of(grad)
+
+
+def _place_of(grad: torch.Tensor) -> tuple[int, int]:
     try:
         address = grad.data_ptr()
     except RuntimeError:  # a sparse one, or a wrapper, which the step will refuse
         address = 0
     # Tensors of inference mode count no versions.
-    return id(grad), address, -1 if grad.is_inference() else grad._version
+    return address, -1 if grad.is_inference() else grad._version

@@ -58,26 +58,15 @@ class Flight:
         self._pending: Pending | None = next(stages)
         self.started = self.arrived = time.perf_counter()
 
-    def watch(self) -> None:
-        """Before `advance`."""
-        if self._pending is not None:
-            self._pending.watch()
-
-    def advance(self) -> bool:
-        """Go as far as nothing has to be waited for; whether that is the end."""
-        while self._pending is not None and self._pending.arrived:
-            self._go_on()
-            self.watch()
-        return self._pending is None
+    @property
+    def holds_host(self) -> bool:
+        """Whether `finish` would keep this thread waiting."""
+        return self._pending is not None and self._pending.holds_host
 
     def finish(self) -> None:
         while self._pending is not None:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        assert self._pending is not None
-        self.arrived = self._pending.wait()
-        self._pending = next(self._stages, None)
+            self.arrived = self._pending.wait()
+            self._pending = next(self._stages, None)
 
 
 class GradientReducer:
@@ -115,22 +104,17 @@ class GradientReducer:
         return self._comm.overlaps(device, ordered=self._ordered)
 
     def has_room(self) -> bool:
-        """Whether `start` would not have to wait. For this every flight must be watched."""
-        if len(self._flights) == LANES and self._flights[0].advance():
-            self._land()
-        return len(self._flights) < LANES
+        """Whether `start` would not keep this thread waiting."""
+        return len(self._flights) < LANES or not self._flights[0].holds_host
 
-    def start(self, bucket: BucketMemory, *, watch: bool = False) -> None:
+    def start(self, bucket: BucketMemory) -> None:
         """Pack a bucket and start its exchange; wait for the one before the last, if need be."""
         if len(self._flights) == LANES:
             self._land()
         # The first when none is in use, so that a single bucket needs no second one.
         self._turn = (self._turn + 1) % LANES if self._flights else 0
         stages = self._to_all if self._in_place else self._to_shard
-        flight = Flight(stages(bucket, self.lanes[self._turn]))
-        if watch:
-            flight.watch()
-        self._flights.append(flight)
+        self._flights.append(Flight(stages(bucket, self.lanes[self._turn])))
 
     def finish(self) -> None:
         """Wait for all that was started."""

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from fusedshard.pending import Pending, Watcher, explaining
+from fusedshard.pending import Pending, explaining
 
 # torch 2.13 renamed both, and warns of the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,12 +36,10 @@ class Channel(NamedTuple):
     Attributes:
         gloo: a ProcessGroupGloo over the ranks.
         number: of the optimizer, the same on every rank.
-        watcher: notices what has arrived.
     """
 
     gloo: Any
     number: int
-    watcher: Watcher
 
     def tag(self, kind: int) -> int:
         return self.number * len(_KINDS) + kind
@@ -128,7 +126,7 @@ class GlooPairs:
         with explaining():
             works = [self._gloo.recv([arriving[peer]], peer, tag) for peer in self._peers]
             works += [self._gloo.send([leaving[peer]], peer, tag) for peer in self._peers]
-        return Pending(works, watcher=self._channel.watcher)
+        return Pending(works)
 
     def reduce_scatter(self, send: torch.Tensor, out: torch.Tensor) -> Pending:
         return Pending([self._gloo._reduce_scatter_base(out, send)])
@@ -232,19 +230,22 @@ class GroupCollectives:
         self, send: torch.Tensor, receive: torch.Tensor
     ) -> tuple[list[torch.Tensor], Pending]:
         work = dist.all_to_all_single(receive, send, group=self._group, async_op=True)
-        return list(receive.split(send.numel() // self._world_size)), Pending([work])
+        chunks = list(receive.split(send.numel() // self._world_size))
+        return chunks, Pending([work], holds_host=False)
 
     def all_gather_(self, flat: torch.Tensor) -> Pending:
         own = flat.split(flat.numel() // self._world_size)[self._rank]
-        return Pending([_all_gather(flat, own, group=self._group, async_op=True)])
+        work = _all_gather(flat, own, group=self._group, async_op=True)
+        return Pending([work], holds_host=False)
 
     def reduce_scatter(self, send: torch.Tensor, out: torch.Tensor) -> Pending:
         # SUM, and the kernel divides: AVG is not there for every backend and dtype.
         work = _reduce_scatter(out, send, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
-        return Pending([work])
+        return Pending([work], holds_host=False)
 
     def all_reduce_(self, buffer: torch.Tensor) -> Pending:
-        return Pending([dist.all_reduce(buffer, group=self._group, async_op=True)])
+        work = dist.all_reduce(buffer, group=self._group, async_op=True)
+        return Pending([work], holds_host=False)
 
     def broadcast_(self, tensor: torch.Tensor) -> None:
         dist.broadcast(tensor, dist.get_global_rank(self._group, 0), group=self._group)

@@ -183,6 +183,28 @@ def failed_and_repeated(turn: Turn) -> None:
     loss(turn).backward()
 
 
+def failed_everywhere(turn: Turn) -> None:
+    """The same on all ranks at once, with some buckets full."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise MemoryError("as if")
+
+    hidden = trunk(turn)
+    hidden.register_hook(fail)
+    with contextlib.suppress(MemoryError):
+        (100 * turn.net.last(turn.net.branch(hidden)).mean()).backward()
+    turn.zero_grad()
+    loss(turn).backward()
+
+
+def inside_and_outside_a_checkpoint(turn: Turn) -> None:
+    """A weight that has its gradient, and gets another one from a backward within backward."""
+    net = turn.net
+    hidden = net.first(turn.data())
+    hidden = checkpoint(net.branch, hidden, use_reentrant=True)
+    net.last(net.branch(hidden)).square().mean().backward()
+
+
 def thrown_away(turn: Turn) -> None:
     """A backward whose gradients are not used, on all ranks or on one."""
     if turn.step % 2 or turn.rank == 0:
@@ -234,6 +256,8 @@ SCENARIOS: dict[str, Callable[[Turn], Any]] = {
         checkpointed_reentrantly,
         checkpointed_as_advised,
         failed_and_repeated,
+        failed_everywhere,
+        inside_and_outside_a_checkpoint,
         thrown_away,
         changed_by_hooks,
         second_order,

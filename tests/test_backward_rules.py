@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import warnings
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training import assert_same_bits, backward, make_params
 
 import fusedshard
+from fusedshard import exchange
 
 MODES = ("sharded", "replicated")
 each_mode = pytest.mark.parametrize("mode", MODES)
@@ -26,19 +30,15 @@ def make(rank: Rank, params: Any, mode: str, **options: Any) -> fusedshard.AdamW
     return fusedshard.AdamW(params, process_group=rank.group, mode=mode, **hyper)
 
 
-@pytest.mark.parametrize(("mode", "reduction"), [("sharded", "ordered"), ("replicated", "ordered")])
-def test_the_first_bucket_is_sent_while_backward_goes_on(
-    ranks: RankPool, mode: str, reduction: str
-) -> None:
+def test_the_first_bucket_is_sent_while_backward_goes_on(ranks: RankPool) -> None:
     """Two layers of a bucket each: the second's is on its way when backward reaches the first."""
-    for before, during, after in ranks.run(2, _count_exchanges, mode, reduction):
-        assert (before, during, after) == (0, 1, 2)
+    assert ranks.run(2, _count_exchanges) == [[0, 1, 2]] * 2
 
 
-def _count_exchanges(rank: Rank, mode: str, reduction: str) -> list[int]:
+def _count_exchanges(rank: Rank) -> list[int]:
     layers = [torch.nn.Linear(300, 300, bias=False) for _ in range(2)]
     model = torch.nn.Sequential(*layers)
-    optimizer = make(rank, model.parameters(), mode, bucket_cap_mb=0.3, reduction=reduction)
+    optimizer = make(rank, model.parameters(), "sharded", bucket_cap_mb=0.3)
     counts = []
 
     def count(*_: Any) -> None:
@@ -147,6 +147,78 @@ def _edit_and_step(rank: Rank, mode: str, grad_sync: str, edit: str) -> list[tor
     EDITS[edit](params)
     optimizer.step()
     return [p.detach() for p in params]
+
+
+def test_users_hooks_behind_ours_count_in_replicated_mode(ranks: RankPool) -> None:
+    for grads in ranks.run(2, _hooks_behind_ours):
+        assert grads == [15.0] * 6
+
+
+def _hooks_behind_ours(rank: Rank) -> list[float]:
+    params = make_params([(8, 8)] * 6)
+    make(rank, params, "replicated")
+
+    def scale(param: Any) -> None:
+        param.grad.mul_(10.0)
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(scale)
+    backward(params, [torch.full_like(p, 1.0 + rank.rank) for p in params])
+    return [p.grad[0, 0].item() for p in params if p.grad is not None]
+
+
+def test_a_new_tensor_is_not_taken_for_an_old_one() -> None:
+    """Though it may get its number and its memory."""
+    for numel in (40, 200, 1000):
+        grad = torch.ones(numel)
+        mark = exchange.mark_of(grad)
+        assert exchange.is_marked(mark, grad)
+        for _ in range(3):
+            grad = grad * 0.1
+            assert not exchange.is_marked(mark, grad)
+
+
+@each_mode
+def test_a_compiled_training_step(ranks: RankPool, mode: str) -> None:
+    """With backward and step inside the function that is compiled."""
+    assert ranks.run(2, _compiled_step, mode) == [True] * 2
+
+
+def _compiled_step(rank: Rank, mode: str) -> bool:
+    nets = [Net(), Net()]
+    optimizers = [make(rank, net.parameters(), mode) for net in nets]
+
+    def train(x: torch.Tensor, net: Net, optimizer: torch.optim.Optimizer) -> None:
+        net(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    compiled = torch.compile(train, backend="eager")
+    for step in range(3):
+        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(7 * step + rank.rank))
+        compiled(x, nets[0], optimizers[0])
+        train(x, nets[1], optimizers[1])
+    pairs = zip(nets[0].parameters(), nets[1].parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+EXIT = """
+import os, sys, torch, torch.distributed as dist, fusedshard
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=sys.argv[2], rank=rank, world_size=2)
+model = torch.nn.Sequential(*[torch.nn.Linear(400, 400) for _ in range(4)])
+optimizer = fusedshard.AdamW(model.parameters(), bucket_cap_mb=0.5)
+model(torch.ones(2, 400)).sum().backward()
+assert optimizer.stats.calls["all_to_all"] > 0
+"""
+
+
+def test_a_process_may_end_with_an_exchange_on_its_way(tmp_path: Path) -> None:
+    store = f"file://{tmp_path}/store"
+    processes = [
+        subprocess.Popen([sys.executable, "-c", EXIT, str(rank), store]) for rank in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in processes] == [0, 0]
 
 
 def test_a_gradient_taken_away_counts_as_none(ranks: RankPool) -> None:

@@ -202,6 +202,22 @@ def test_torchs_scaler_works_while_ranks_agree(ranks: RankPool, variant: Variant
         assert ["use fusedshard.GradScaler" in text for text in messages] == [True] * warned
 
 
+def test_scales_that_differ_are_told(ranks: RankPool) -> None:
+    """Also where the scaler has seen to found_inf: one rank has loaded another state."""
+    for text in ranks.run(2, _other_scales):
+        assert "scale 1024.0, found_inf 0.0 on rank 0, scale 2048.0" in text
+
+
+def _other_scales(rank: Rank) -> str:
+    (param,) = make_params([(5,)])
+    optimizer = fusedshard.AdamW([param], process_group=rank.group)
+    scaler = fusedshard.GradScaler("cpu", init_scale=SCALE * (1 + rank.rank))
+    scaled_backward(scaler, optimizer, [param], [torch.ones(5)])
+    with pytest.raises(RuntimeError) as error:
+        scaler.step(optimizer)
+    return str(error.value)
+
+
 def averages_in_backward(variant: Variant) -> bool:
     return (variant.mode, variant.grad_sync) == ("replicated", "backward")
 

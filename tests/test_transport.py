@@ -14,7 +14,6 @@ from training import AWKWARD, assert_close, assert_same_bits, train_ours, train_
 from transports import WAYS, moving_by
 
 from fusedshard.comm import Communicator
-from fusedshard.pending import Watcher
 from fusedshard.stats import Stats
 from fusedshard.transport import (
     Channel,
@@ -143,7 +142,7 @@ class FakeGroup:
 )
 def test_choice(backends: dict[str, str], device: str, chosen: type) -> None:
     gloo = mock.Mock(**{"rank.return_value": 1, "size.return_value": 2})
-    channel = Channel(gloo, 0, Watcher())
+    channel = Channel(gloo, 0)
     with (
         mock.patch.object(dist, "get_rank", return_value=1),
         mock.patch.object(dist, "get_world_size", return_value=2),
