@@ -156,7 +156,7 @@ def test_users_hooks_behind_ours_count_in_replicated_mode(ranks: RankPool) -> No
 
 def _hooks_behind_ours(rank: Rank) -> list[float]:
     params = make_params([(8, 8)] * 6)
-    make(rank, params, "replicated")
+    optimizer = make(rank, params, "replicated")
 
     def scale(param: Any) -> None:
         param.grad.mul_(10.0)
@@ -164,7 +164,9 @@ def _hooks_behind_ours(rank: Rank) -> list[float]:
     for param in params:
         param.register_post_accumulate_grad_hook(scale)
     backward(params, [torch.full_like(p, 1.0 + rank.rank) for p in params])
-    return [p.grad[0, 0].item() for p in params if p.grad is not None]
+    grads = [p.grad[0, 0].item() for p in params if p.grad is not None]
+    optimizer.step()
+    return grads
 
 
 def test_a_new_tensor_is_not_taken_for_an_old_one() -> None:
