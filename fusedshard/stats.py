@@ -24,8 +24,8 @@ class Stats:
             (N-1)/N * B for an all-to-all, reduce-scatter or all-gather, twice that for an
             all-reduce.
         exchanges: ``(started, arrived)`` of each bucket of gradients exchanged since the last
-            update, by time.perf_counter(), in the order of exchange. On GPUs ``arrived`` only
-            says when the host went on.
+            update, by time.perf_counter(), in the order of exchange. ``arrived`` is when
+            the wait for it ended, which may be long after; on GPUs when the host went on.
     """
 
     def __init__(self) -> None:
