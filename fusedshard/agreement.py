@@ -95,10 +95,8 @@ def agree(comm: Communicator, status: Status) -> Agreement:
 
 def _call_difference(by_rank: Sequence[str]) -> str:
     """In words, which calls the ranks are in; empty where all are in one."""
-    if len(set(by_rank)) == 1:
-        return ""
-    calls = ", ".join(f"{call} on rank {rank}" for rank, call in enumerate(by_rank))
-    return (
+    calls = _unless_alike(by_rank)
+    return calls and (
         "optimizer: the ranks' calls differ, and each must be made by all of them, equally often "
         f"and with the same arguments: {calls}"
     )
@@ -106,13 +104,18 @@ def _call_difference(by_rank: Sequence[str]) -> str:
 
 def _turn_difference(by_rank: Sequence[int]) -> str:
     """In words, which rank is ahead; empty where none is."""
-    if len(set(by_rank)) == 1:
-        return ""
-    counts = ", ".join(f"{turn} on rank {rank}" for rank, turn in enumerate(by_rank))
-    return (
+    counts = _unless_alike(by_rank)
+    return counts and (
         "step: the ranks have not called it (or clip_grad_norm_, synchronize, GradScaler.unscale_, "
         f"or backward in replicated mode) equally often: calls before this one are {counts}"
     )
+
+
+def _unless_alike(by_rank: Sequence[object]) -> str:
+    """What each rank has; empty where all have the same."""
+    if len(set(by_rank)) == 1:
+        return ""
+    return ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(by_rank))
 
 
 def _scaling_difference(by_rank: Sequence[str]) -> str:
