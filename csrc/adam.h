@@ -10,11 +10,7 @@
 #include <cmath>
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define FUSEDSHARD_HD __host__ __device__ __forceinline__
-#else
-#define FUSEDSHARD_HD inline __attribute__((always_inline))
-#endif
+#include "numbers.h"
 
 namespace fusedshard {
 

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "address.h"
+#include "arrays.h"
 #include "bindings_cuda.h"
 #include "device.h"
 #include "dispatch_cpu.h"
@@ -24,12 +25,22 @@ void adam(int64_t param, int64_t exp_avg, int64_t exp_avg_sq, int64_t max_exp_av
               at<const Group>(groups), grad_scale, threads);
 }
 
+// moments: exp_avg, exp_avg_sq and max_exp_avg_sq, each values and exponents.
+void adam_mixed(int64_t param, int64_t master, const MomentAddresses& moments,
+                const Formats& formats, int64_t seed, int64_t segments, int64_t segment_count,
+                int64_t steps, int64_t groups, double grad_scale, int threads) {
+  const MixedArrays arrays = mixed_arrays(param, master, moments, formats, seed);
+  py::gil_scoped_release release;
+  adam_mixed_cpu(arrays, at<const Segment>(segments), segment_count, at<const int64_t>(steps),
+                 at<const Group>(groups), grad_scale, threads);
+}
+
 template <typename T>
 void mean(int64_t out, const std::vector<int64_t>& chunks, int64_t length, int threads) {
   std::vector<const T*> pointers;
   for (int64_t chunk : chunks) pointers.push_back(at<const T>(chunk));
   py::gil_scoped_release release;
-  mean_cpu<T>(at<T>(out), pointers, length, threads);
+  mean_cpu<T>(at<Wide<T>>(out), pointers, length, threads);
 }
 
 template <typename T>
@@ -56,6 +67,13 @@ void unpack(int64_t in, int64_t rows, int64_t row_count, int64_t numel, int64_t 
   unpack_cpu(at<const char>(in), at<const Segment>(rows), row_count, numel, itemsize, threads);
 }
 
+template <typename T>
+void def_reductions(py::module_& module, const std::string& suffix) {
+  module.def(("mean_" + suffix).c_str(), &mean<T>);
+  module.def(("square_sum_" + suffix).c_str(), &square_sum<T>);
+  module.def(("non_finite_" + suffix).c_str(), &any_non_finite<T>);
+}
+
 void roofline(int64_t p, int64_t g, int64_t m, int64_t v, int64_t length, int threads) {
   py::gil_scoped_release release;
   roofline_cpu(at<float>(p), at<const float>(g), at<float>(m), at<float>(v), length, threads);
@@ -69,12 +87,12 @@ PYBIND11_MODULE(_C, module) {
   module.def("set_cpu_variant", &set_cpu_variant);
   module.def("adam_f32", &adam<float>);
   module.def("adam_f64", &adam<double>);
-  module.def("mean_f32", &mean<float>);
-  module.def("mean_f64", &mean<double>);
-  module.def("square_sum_f32", &square_sum<float>);
-  module.def("square_sum_f64", &square_sum<double>);
-  module.def("non_finite_f32", &any_non_finite<float>);
-  module.def("non_finite_f64", &any_non_finite<double>);
+  module.attr("CODE_BLOCK") = kCodeBlock;
+  module.def("adam_mixed", &adam_mixed);
+  def_reductions<float>(module, "f32");
+  def_reductions<double>(module, "f64");
+  def_reductions<BFloat16>(module, "bf16");
+  def_reductions<Half>(module, "f16");
   module.def("pack", &pack);
   module.def("unpack", &unpack);
   module.def("roofline_f32", &roofline);

@@ -19,11 +19,11 @@ namespace {
 // In order of preference, the preferred one last: benchmarks/bench_kernel.py --isa measures it.
 std::vector<const CpuKernels*> runnable() {
   std::vector<const CpuKernels*> kernels = {&cpu_kernels_baseline};
-#if defined(FUSEDSHARD_HAVE_AVX512)
-  kernels.push_back(&cpu_kernels_avx512);
-#endif
 #if defined(FUSEDSHARD_HAVE_AVX2)
   kernels.push_back(&cpu_kernels_avx2);
+#endif
+#if defined(FUSEDSHARD_HAVE_AVX512)
+  kernels.push_back(&cpu_kernels_avx512);
 #endif
   std::vector<const CpuKernels*> result;
   for (const CpuKernels* k : kernels) {
@@ -48,6 +48,19 @@ const CpuKernels*& current() {
     return wanted != nullptr && *wanted != '\0' ? find(name, wanted) : runnable().back();
   }();
   return kernels;
+}
+
+template <typename T>
+const ReduceKernels<T>& reductions() {
+  if constexpr (std::is_same_v<T, float>) {
+    return current()->reduce_f32;
+  } else if constexpr (std::is_same_v<T, double>) {
+    return current()->reduce_f64;
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    return current()->reduce_bf16;
+  } else {
+    return current()->reduce_f16;
+  }
 }
 
 template <typename T>
@@ -103,14 +116,22 @@ void adam_cpu(const AdamArrays<T>& arrays, const Segment* segments, int64_t segm
   }
 }
 
-template <typename T>
-void mean_cpu(T* out, const std::vector<const T*>& chunks, int64_t length, int threads) {
-  const int n = static_cast<int>(chunks.size());
-  if constexpr (std::is_same_v<T, float>) {
-    current()->mean_f32(out, chunks.data(), n, length, threads);
-  } else {
-    current()->mean_f64(out, chunks.data(), n, length, threads);
+void adam_mixed_cpu(const MixedArrays& arrays, const Segment* segments, int64_t segment_count,
+                    const int64_t* steps, const Group* groups, double grad_scale, int threads) {
+  std::vector<MixedRun> runs;
+  for (const Segment* segment = segments; segment < segments + segment_count; ++segment) {
+    if (segment->active == 0 || segment->length == 0) continue;
+    const Group* group = groups + segment->group;
+    const int64_t step = steps[segment->param] + 1;
+    runs.push_back({segment, group, adam_scalars<float>(*group, step, grad_scale),
+                    random_key(arrays.seed, step, segment->param)});
   }
+  current()->adam_mixed(arrays, runs.data(), static_cast<int64_t>(runs.size()), threads);
+}
+
+template <typename T>
+void mean_cpu(Wide<T>* out, const std::vector<const T*>& chunks, int64_t length, int threads) {
+  reductions<T>().mean(out, chunks.data(), static_cast<int>(chunks.size()), length, threads);
 }
 
 template <typename T>
@@ -119,11 +140,7 @@ double square_sum_cpu(const T* x, int64_t length, int threads) {
     return static_cast<size_t>((n + kSumBlock - 1) / kSumBlock);
   };
   std::vector<double> sums(blocks(length));
-  if constexpr (std::is_same_v<T, float>) {
-    current()->square_partials_f32(sums.data(), x, length, threads);
-  } else {
-    current()->square_partials_f64(sums.data(), x, length, threads);
-  }
+  reductions<T>().square_partials(sums.data(), x, length, threads);
   while (sums.size() > 1) {
     const int64_t count = static_cast<int64_t>(sums.size());
     std::vector<double> fewer(blocks(count));
@@ -135,11 +152,7 @@ double square_sum_cpu(const T* x, int64_t length, int threads) {
 
 template <typename T>
 bool non_finite_cpu(const T* x, int64_t length, int threads) {
-  if constexpr (std::is_same_v<T, float>) {
-    return current()->non_finite_f32(x, length, threads);
-  } else {
-    return current()->non_finite_f64(x, length, threads);
-  }
+  return reductions<T>().non_finite(x, length, threads);
 }
 
 void roofline_cpu(float* p, const float* g, float* m, float* v, int64_t length, int threads) {
@@ -150,11 +163,13 @@ template void adam_cpu(const AdamArrays<float>&, const Segment*, int64_t, const 
                        const Group*, double, int);
 template void adam_cpu(const AdamArrays<double>&, const Segment*, int64_t, const int64_t*,
                        const Group*, double, int);
-template void mean_cpu(float*, const std::vector<const float*>&, int64_t, int);
-template void mean_cpu(double*, const std::vector<const double*>&, int64_t, int);
-template double square_sum_cpu(const float*, int64_t, int);
-template double square_sum_cpu(const double*, int64_t, int);
-template bool non_finite_cpu(const float*, int64_t, int);
-template bool non_finite_cpu(const double*, int64_t, int);
+#define FUSEDSHARD_REDUCTIONS(T)                                                   \
+  template void mean_cpu<T>(Wide<T>*, const std::vector<const T*>&, int64_t, int); \
+  template double square_sum_cpu<T>(const T*, int64_t, int);                       \
+  template bool non_finite_cpu<T>(const T*, int64_t, int)
+FUSEDSHARD_REDUCTIONS(float);
+FUSEDSHARD_REDUCTIONS(double);
+FUSEDSHARD_REDUCTIONS(BFloat16);
+FUSEDSHARD_REDUCTIONS(Half);
 
 }  // namespace fusedshard

@@ -23,8 +23,11 @@ template <typename T>
 void adam_cpu(const AdamArrays<T>& arrays, const Segment* segments, int64_t segment_count,
               const int64_t* steps, const Group* groups, double grad_scale, int threads);
 
+void adam_mixed_cpu(const MixedArrays& arrays, const Segment* segments, int64_t segment_count,
+                    const int64_t* steps, const Group* groups, double grad_scale, int threads);
+
 template <typename T>
-void mean_cpu(T* out, const std::vector<const T*>& chunks, int64_t length, int threads);
+void mean_cpu(Wide<T>* out, const std::vector<const T*>& chunks, int64_t length, int threads);
 
 template <typename T>
 double square_sum_cpu(const T* x, int64_t length, int threads);

@@ -6,6 +6,8 @@
 #include <omp.h>
 
 #include "kernels.h"
+#include "loops_cpu.h"
+#include "mixed_cpu.h"
 
 #if defined(__AVX512F__)
 #define FUSEDSHARD_SUPPORTED                                                  \
@@ -25,37 +27,6 @@
 namespace fusedshard {
 namespace {
 
-// Below this many elements waking threads costs more than it saves.
-constexpr int64_t kParallelGrain = 1 << 15;
-// Threads meet at multiples of a cache line of the widest type, never within one.
-constexpr int64_t kThreadAlign = 64;
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-inline int useful_threads(int64_t elements, int threads) {
-  const int64_t useful = larger(1, elements / kParallelGrain);
-  return static_cast<int>(smaller(useful, larger(1, threads)));
-}
-
-// Element where part `index` of `parts` of [0, length) begins.
-inline int64_t cut(int64_t length, int index, int parts) {
-  if (index == parts) return length;
-  const int64_t even = length / parts * index;
-  return even - even % kThreadAlign;
-}
-
-template <typename T, bool kAmsgrad>
-void adam_loop(T* __restrict p, const T* __restrict g, T* __restrict m, T* __restrict v,
-               T* __restrict vmax, int64_t length, const AdamScalars<T>& scalars) {
-  const AdamScalars<T> s = scalars;
-  for (int64_t i = 0; i < length; ++i) {
-    adam_decay_and_moments(p[i], g[i], m[i], v[i], s);
-    if (kAmsgrad) vmax[i] = adam_maximum(vmax[i], v[i]);
-    adam_move(p[i], m[i], kAmsgrad ? vmax[i] : v[i], s);
-  }
-}
-
 template <typename T>
 void adam_range(const AdamArrays<T>& a, const Run<T>& run, int64_t from, int64_t to) {
   const int64_t at = run.start + from;
@@ -66,47 +37,33 @@ void adam_range(const AdamArrays<T>& a, const Run<T>& run, int64_t from, int64_t
        run.scalars);
 }
 
-// Each thread takes one stretch of the runs laid end to end, whatever their number and lengths.
 template <typename T>
 void adam(const AdamArrays<T>& arrays, const Run<T>* runs, int64_t run_count, int threads) {
-  int64_t total = 0;
-  for (int64_t r = 0; r < run_count; ++r) total += runs[r].length;
-  const int parts = useful_threads(total, threads);
-#pragma omp parallel num_threads(parts) if (parts > 1)
-  {
-    const int part = omp_get_thread_num();
-    const int64_t begin = cut(total, part, omp_get_num_threads());
-    const int64_t end = cut(total, part + 1, omp_get_num_threads());
-    int64_t before = 0;
-    for (int64_t r = 0; r < run_count && before < end; ++r) {
-      const int64_t from = larger(begin - before, 0);
-      const int64_t to = smaller(end - before, runs[r].length);
-      if (from < to) adam_range(arrays, runs[r], from, to);
-      before += runs[r].length;
-    }
-  }
+  for_stretches(runs, run_count, threads, [&](const Run<T>& run, int64_t from, int64_t to) {
+    adam_range(arrays, run, from, to);
+  });
 }
 
 // Summed in pieces that stay in the first-level cache, so that each chunk is read once from
 // memory and the result is written once. Buffered, since `out` may be one of the chunks.
 template <typename T>
-void mean_range(T* out, const T* const* chunks, int n, int64_t begin, int64_t end) {
+void mean_range(Wide<T>* out, const T* const* chunks, int n, int64_t begin, int64_t end) {
   constexpr int64_t kPiece = 1024;
-  alignas(64) T sum[kPiece];
-  const T divisor = static_cast<T>(n);
+  alignas(64) Wide<T> sum[kPiece];
+  const auto divisor = static_cast<Wide<T>>(n);
   for (int64_t at = begin; at < end; at += kPiece) {
     const int64_t length = smaller(kPiece, end - at);
-    for (int64_t i = 0; i < length; ++i) sum[i] = chunks[0][at + i];
+    for (int64_t i = 0; i < length; ++i) sum[i] = widen(chunks[0][at + i]);
     for (int c = 1; c < n; ++c) {
       const T* chunk = chunks[c] + at;
-      for (int64_t i = 0; i < length; ++i) sum[i] += chunk[i];
+      for (int64_t i = 0; i < length; ++i) sum[i] += widen(chunk[i]);
     }
     for (int64_t i = 0; i < length; ++i) out[at + i] = sum[i] / divisor;
   }
 }
 
 template <typename T>
-void mean(T* out, const T* const* chunks, int n, int64_t length, int threads) {
+void mean(Wide<T>* out, const T* const* chunks, int n, int64_t length, int threads) {
   const int parts = useful_threads(length, threads);
 #pragma omp parallel num_threads(parts) if (parts > 1)
   {
@@ -121,7 +78,7 @@ template <typename T, bool kSquare>
 double sum_block(const T* x, int64_t length) {
   double lanes[kSumLanes] = {};
   const auto add = [&](int64_t i, int lane) {
-    const double value = x[i + lane];
+    const double value = widen(x[i + lane]);
     lanes[lane] += kSquare ? value * value : value;
   };
   int64_t i = 0;
@@ -151,7 +108,7 @@ bool any_non_finite(const T* x, int64_t length, int threads) {
   const int parts = useful_threads(length, threads);
   int found = 0;
 #pragma omp parallel for schedule(static) num_threads(parts) if (parts > 1) reduction(| : found)
-  for (int64_t i = 0; i < length; ++i) found |= non_finite(x[i]);
+  for (int64_t i = 0; i < length; ++i) found |= non_finite(widen(x[i]));
   return found != 0;
 }
 
@@ -174,6 +131,11 @@ void roofline(float* p, const float* g, float* m, float* v, int64_t length, int 
   }
 }
 
+template <typename T>
+constexpr ReduceKernels<T> reduce_kernels() {
+  return {mean<T>, partial_sums<T, true>, any_non_finite<T>};
+}
+
 bool supported() { return FUSEDSHARD_SUPPORTED; }
 
 }  // namespace
@@ -184,13 +146,12 @@ const CpuKernels FUSEDSHARD_CONCAT(cpu_kernels_, FUSEDSHARD_ISA) = {
     supported,
     adam<float>,
     adam<double>,
-    mean<float>,
-    mean<double>,
-    partial_sums<float, true>,
-    partial_sums<double, true>,
+    adam_mixed,
+    reduce_kernels<float>(),
+    reduce_kernels<double>(),
+    reduce_kernels<BFloat16>(),
+    reduce_kernels<Half>(),
     partial_sums<double, false>,
-    any_non_finite<float>,
-    any_non_finite<double>,
     roofline};
 
 }  // namespace fusedshard

@@ -9,6 +9,8 @@ class _CudaBuild(TypedDict):
     runtime_version: int
     note: str
 
+CODE_BLOCK: int
+
 class FlatMemory:
     def __init__(self, bytes: int) -> None: ...
     @property
@@ -45,12 +47,33 @@ def adam_f64(
     threads: int,
     /,
 ) -> None: ...
+def adam_mixed(
+    param: int,
+    master: int,
+    moments: Sequence[Sequence[int]],
+    formats: Sequence[int],
+    seed: int,
+    rows: int,
+    row_count: int,
+    steps: int,
+    groups: int,
+    grad_scale: float,
+    threads: int,
+    /,
+) -> None: ...
+
 def mean_f32(out: int, chunks: Sequence[int], length: int, threads: int, /) -> None: ...
-def mean_f64(out: int, chunks: Sequence[int], length: int, threads: int, /) -> None: ...
 def square_sum_f32(x: int, length: int, threads: int, /) -> float: ...
-def square_sum_f64(x: int, length: int, threads: int, /) -> float: ...
 def non_finite_f32(x: int, length: int, threads: int, /) -> bool: ...
+def mean_f64(out: int, chunks: Sequence[int], length: int, threads: int, /) -> None: ...
+def square_sum_f64(x: int, length: int, threads: int, /) -> float: ...
 def non_finite_f64(x: int, length: int, threads: int, /) -> bool: ...
+def mean_bf16(out: int, chunks: Sequence[int], length: int, threads: int, /) -> None: ...
+def square_sum_bf16(x: int, length: int, threads: int, /) -> float: ...
+def non_finite_bf16(x: int, length: int, threads: int, /) -> bool: ...
+def mean_f16(out: int, chunks: Sequence[int], length: int, threads: int, /) -> None: ...
+def square_sum_f16(x: int, length: int, threads: int, /) -> float: ...
+def non_finite_f16(x: int, length: int, threads: int, /) -> bool: ...
 def pack(out: int, rows: int, count: int, numel: int, itemsize: int, threads: int, /) -> None: ...
 def unpack(in_: int, rows: int, count: int, numel: int, itemsize: int, threads: int, /) -> None: ...
 def roofline_f32(p: int, g: int, m: int, v: int, length: int, threads: int, /) -> None: ...
@@ -75,12 +98,34 @@ class _CudaAdam(Protocol):
         /,
     ) -> None: ...
 
+class _CudaAdamMixed(Protocol):
+    def __call__(
+        self,
+        param: int,
+        master: int,
+        moments: Sequence[Sequence[int]],
+        formats: Sequence[int],
+        seed: int,
+        rows: int,
+        tiles: int,
+        tile_count: int,
+        steps: int,
+        groups: int,
+        grad_scale: float,
+        device_grad_scale: int,
+        found_inf: int,
+        device: int,
+        stream: int,
+        /,
+    ) -> None: ...
+
 class _CudaFunctions(Protocol):
     """The submodule cuda, which only a build with CUDA has."""
 
     TILE_ELEMENTS: int
     adam_f32: _CudaAdam
     adam_f64: _CudaAdam
+    adam_mixed: _CudaAdamMixed
 
     def device_problem(self, device: int, /) -> str: ...
     def square_sum_workspace(self, length: int, /) -> int: ...
@@ -119,7 +164,7 @@ class _CudaFunctions(Protocol):
         stream: int,
         /,
     ) -> None: ...
-    # mean, square_sum and found_inf, of f32 and f64, are called by name.
+    # mean, square_sum and found_inf, of each dtype, are called by name.
     def __getattr__(self, name: str, /) -> Callable[..., None]: ...
 
 cuda: _CudaFunctions

@@ -10,11 +10,31 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedshard.native import BACKENDS, SUFFIX, AdamState, Backend, Control, cuda_build_note
+from fusedshard.native import (
+    BACKENDS,
+    CODE_BLOCK,
+    SUFFIX,
+    AdamState,
+    Backend,
+    Control,
+    cuda_build_note,
+)
 from fusedshard.tables import SegmentTable
 
 SUPPORTED_DTYPES = tuple(SUFFIX)
 CPU = torch.device("cpu")
+MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
+MASTER_DTYPES = {
+    torch.bfloat16: (None, torch.float32, torch.int16),
+    torch.float16: (None, torch.float32),
+}
+# Segments in mixed precision begin where every array of a GPU has a 16-byte boundary.
+MIXED_ALIGNMENT = 8
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What numbers of a dtype are computed with: fp32 for bf16 and fp16."""
+    return torch.float32 if dtype in MASTER_DTYPES else dtype
 
 
 def check_device(name: str, device: torch.device) -> None:
@@ -76,10 +96,9 @@ def adam_(
     param = state.param
     device, numel = param.device, param.numel()
     backend = _check("param", param, param.dtype, numel, device)
-    for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-        array = getattr(state, name)
-        if array is not None:
-            _check(name, array, param.dtype, numel, device)
+    _check_moments(state)
+    if state.is_mixed:
+        _check_mixed(state, table)
     if state.max_exp_avg_sq is None and table.amsgrad:
         raise ValueError("max_exp_avg_sq: got None, wanted an array, as a group has amsgrad")
     _check_end(table, param)
@@ -120,14 +139,16 @@ def unpack_(send: torch.Tensor, table: SegmentTable) -> None:
 def mean_(out: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
     """``out = (chunks[0] + chunks[1] + ...) / len(chunks)``, added in that order.
 
-    All are 1-D, contiguous, of one dtype, length and device; ``out`` may be one of the chunks. On
-    a GPU they must lie at equal distances, as the parts of one buffer do.
+    All are 1-D, contiguous, of one length and device. Chunks are of one dtype, and ``out`` is of
+    that, or fp32 where they are bf16 or fp16; where it is of theirs it may be one of them. On a GPU
+    chunks must lie at equal distances, as the parts of one buffer do.
     """
     if not chunks:
         raise ValueError("chunks: got none, wanted at least one")
-    backend = _check("out", out, out.dtype, out.numel(), out.device)
+    dtype = chunks[0].dtype
     for index, chunk in enumerate(chunks):
-        _check(f"chunks[{index}]", chunk, out.dtype, out.numel(), out.device)
+        backend = _check(f"chunks[{index}]", chunk, dtype, out.numel(), out.device)
+    _check_like("out", out, wide_dtype(dtype), out.numel(), out.device)
     backend.mean(out, chunks)
 
 
@@ -146,6 +167,41 @@ def found_inf_(found_inf: torch.Tensor, x: torch.Tensor) -> None:
     backend = _check("x", x, x.dtype, x.numel(), x.device)
     _check_like("found_inf", found_inf.view(-1), torch.float32, 1, x.device)
     backend.found_inf(found_inf, x)
+
+
+def _check_moments(state: AdamState) -> None:
+    """They fit the parameter, each other, and their exponents."""
+    param, dtype = state.param, state.exp_avg.dtype
+    allowed = (param.dtype,) if param.dtype == torch.float64 else MOMENT_DTYPES
+    if dtype not in allowed:
+        raise TypeError(f"exp_avg: got {dtype}, wanted {' or '.join(map(str, allowed))}")
+    names = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    for name, moment, exponents in zip(names, state.moments, state.exponents, strict=True):
+        if moment is not None:
+            _check_like(name, moment, dtype, param.numel(), param.device)
+        if moment is not None and dtype == torch.uint8:
+            blocks = -(-param.numel() // CODE_BLOCK)
+            if exponents is None:
+                raise ValueError(f"exponents of {name}: got None, wanted {blocks}")
+            _check_like(f"exponents of {name}", exponents, torch.uint8, blocks, param.device)
+
+
+def _check_mixed(state: AdamState, table: SegmentTable) -> None:
+    param, master = state.param, state.master
+    allowed = MASTER_DTYPES.get(param.dtype, (None,))
+    if (None if master is None else master.dtype) not in allowed:
+        got = None if master is None else master.dtype
+        raise TypeError(f"master: got {got}, wanted {' or '.join(map(str, allowed))}")
+    if master is not None:
+        _check_like("master", master, master.dtype, param.numel(), param.device)
+    multiple = CODE_BLOCK if state.exp_avg.dtype == torch.uint8 else MIXED_ALIGNMENT
+    if table.alignment % multiple:
+        raise ValueError(
+            f"table: got segments that begin at multiples of {table.alignment}, wanted {multiple}"
+        )
+    for name, array in zip(("param", "master"), (param, master), strict=True):
+        if array is not None and array.data_ptr() % 16:
+            raise ValueError(f"{name}: got address {array.data_ptr():#x}, wanted a multiple of 16")
 
 
 def _check_move(send: torch.Tensor, table: SegmentTable) -> Backend:

@@ -36,16 +36,69 @@ except ImportError as error:
 _C.cpu_variant()  # so that a wrong FUSEDSHARD_CPU_ISA fails at import, not in the first step
 
 # Suffix of the native functions for each dtype they are compiled for.
-SUFFIX = {torch.float32: "f32", torch.float64: "f64"}
+SUFFIX = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+}
+# enum Format of kernels.h
+FORMATS = {
+    None: 0,
+    torch.float32: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.int16: 4,
+    torch.uint8: 5,
+}
+CODE_BLOCK: int = _C.CODE_BLOCK  # elements of a parameter that share an exponent
 
 
 class AdamState(NamedTuple):
-    """The arrays of one shard: 1-D, contiguous, of one dtype and length."""
+    """The arrays of one shard: 1-D, contiguous, of one length.
+
+    Attributes:
+        param: fp32, fp64, bf16 or fp16.
+        exp_avg, exp_avg_sq, max_exp_avg_sq: of one dtype: that of ``param`` where it is fp32 or
+            fp64; else, or with fp32 parameters, fp32, bf16, or uint8 for 8-bit codes.
+        master: of bf16 and fp16 parameters: None, fp32 values, or for bf16 int16 remainders.
+        exponents: of each moment where they are codes: uint8, one for each `CODE_BLOCK` elements.
+        seed: of the stochastic rounding of bf16 and coded moments, and of bf16 parameters without
+            a master; None: they are rounded to the nearest.
+    """
 
     param: torch.Tensor
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     max_exp_avg_sq: torch.Tensor | None
+    master: torch.Tensor | None = None
+    exponents: tuple[torch.Tensor | None, ...] = (None, None, None)
+    seed: int | None = None
+
+    @property
+    def moments(self) -> tuple[torch.Tensor | None, ...]:
+        return self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether its arrays have other formats than the arithmetic."""
+        return self.exp_avg.dtype != self.param.dtype or self.master is not None or self.is_narrow
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.param.dtype.itemsize == 2
+
+
+def mixed_arguments(state: AdamState) -> tuple[Any, ...]:
+    """What describes a shard in mixed precision to the native functions: see arrays.h."""
+    moments = [
+        [address(values), address(exponents)]
+        for values, exponents in zip(state.moments, state.exponents, strict=True)
+    ]
+    master = None if state.master is None else state.master.dtype
+    dtypes = state.param.dtype, master, state.exp_avg.dtype
+    formats = [*(FORMATS[dtype] for dtype in dtypes), int(state.seed is not None)]
+    return state.param.data_ptr(), address(state.master), moments, formats, state.seed or 0
 
 
 class Control(NamedTuple):
@@ -130,8 +183,7 @@ class CpuBackend:
     ) -> None:
         if control.found_inf is not None and control.found_inf.item() != 0:
             return
-        getattr(_C, f"adam_{SUFFIX[state.param.dtype]}")(
-            *map(address, state),
+        rest = (
             table.rows.data_ptr(),
             len(table.rows),
             steps.data_ptr(),
@@ -139,6 +191,11 @@ class CpuBackend:
             float(control.grad_scale),
             torch.get_num_threads(),
         )
+        if state.is_mixed:
+            _C.adam_mixed(*mixed_arguments(state), *rest)
+        else:
+            adam = getattr(_C, f"adam_{SUFFIX[state.param.dtype]}")
+            adam(state.param.data_ptr(), *map(address, state.moments), *rest)
 
     def count_steps(
         self,
@@ -164,7 +221,7 @@ class CpuBackend:
 
     def mean(self, out: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
         addresses = [chunk.data_ptr() for chunk in chunks]
-        mean = getattr(_C, f"mean_{SUFFIX[out.dtype]}")
+        mean = getattr(_C, f"mean_{SUFFIX[chunks[0].dtype]}")
         mean(out.data_ptr(), addresses, out.numel(), torch.get_num_threads())
 
     def square_sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -230,8 +287,7 @@ class CudaBackend:
         self, state: AdamState, table: SegmentTable, steps: torch.Tensor, control: Control
     ) -> None:
         scale, on_device = control.grad_scale, isinstance(control.grad_scale, torch.Tensor)
-        getattr(self._functions, f"adam_{SUFFIX[state.param.dtype]}")(
-            *map(address, state),
+        rest = (
             table.device_rows.data_ptr(),
             table.tiles.data_ptr(),
             len(table.tiles),
@@ -242,6 +298,11 @@ class CudaBackend:
             address(control.found_inf),
             *self.where(state.param.device),
         )
+        if state.is_mixed:
+            self._functions.adam_mixed(*mixed_arguments(state), *rest)
+        else:
+            adam = getattr(self._functions, f"adam_{SUFFIX[state.param.dtype]}")
+            adam(state.param.data_ptr(), *map(address, state.moments), *rest)
 
     def count_steps(
         self,
@@ -270,8 +331,8 @@ class CudaBackend:
         stride = addresses[1] - addresses[0] if len(chunks) > 1 else 0
         if addresses != [addresses[0] + i * stride for i in range(len(chunks))]:
             raise ValueError("chunks: got scattered ones, wanted equal distances on this device")
-        mean = getattr(self._functions, f"mean_{SUFFIX[out.dtype]}")
-        layout = addresses[0], stride // out.element_size(), len(chunks), out.numel()
+        mean = getattr(self._functions, f"mean_{SUFFIX[chunks[0].dtype]}")
+        layout = addresses[0], stride // chunks[0].element_size(), len(chunks), out.numel()
         mean(out.data_ptr(), *layout, *self.where(out.device))
 
     def square_sum(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ memory, where it is brought up to date before the kernels of a step are launched
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,8 @@ import torch
 from fusedshard.layout import Segment
 from fusedshard.native import BACKENDS, CudaBackend
 
-_COLUMNS = 6  # start, length, grad address, active, param, group: struct Segment in kernels.h
+# start, length, grad address, active, param, group, first, wide: struct Segment in kernels.h
+_COLUMNS = 8
 _BLOCK = 480  # words that one launch writes at most: kWords in table_cuda.cu
 
 
@@ -68,12 +70,13 @@ class SegmentTable:
     """The kernels' view of one bucket: a stretch of `StepTables` rows.
 
     Attributes:
-        rows: (n, 6) int64 in host memory.
+        rows: (n, 8) int64 in host memory.
         params: the parameter of each row.
         device_rows: the same for the kernels; on the CPU ``rows`` itself.
         tiles: on a GPU (t, 2) int32: segment, and which stretch of it.
         groups, device_groups: (groups, 8) fp64, one row a param group.
         end: one past the last element that any row names.
+        alignment: of which the rows' starts are multiples; 0 where all are 0.
         amsgrad: whether the group of any row has it.
     """
 
@@ -84,6 +87,7 @@ class SegmentTable:
         self.device_rows = tables.device_rows[first : first + len(segments)]
         self.groups, self.device_groups = tables.groups, tables.device_groups
         self.end = max((s.shard_start + s.length for s in segments), default=0)
+        self.alignment = math.gcd(*(s.shard_start for s in segments))
         self.tiles = _tiles([s.length for s in segments], tables.device_words.device)
         self.amsgrad = False
 
@@ -116,8 +120,9 @@ class StepTables:
     ) -> None:
         flat = [(segment, size) for segments, size in stretches for segment in segments]
         self._params = integers([s.param for s, _ in flat])
-        self.param_offset_bytes = integers([s.param_start * size for s, size in flat])
-        self._shard_offset_bytes = integers([s.shard_start * size for s, size in flat])
+        self._param_starts = integers([s.param_start for s, _ in flat])
+        self._itemsizes = integers([size for _, size in flat])
+        self.param_offset_bytes = self._param_starts * self._itemsizes
         sizes = [len(flat) * _COLUMNS, len(group_of), group_count * len(GroupScalars._fields)]
         self.words = torch.zeros(sum(sizes), dtype=torch.int64, device="cpu")
         backend = BACKENDS[device.type]
@@ -130,6 +135,7 @@ class StepTables:
         self.rows[:, 1] = integers([s.length for s, _ in flat])
         self.rows[:, 4] = self._params
         self.rows[:, 5] = group_of[self._params]
+        self.rows[:, 6] = self._param_starts
         firsts = itertools.accumulate((len(segments) for segments, _ in stretches), initial=0)
         self.tables = [
             SegmentTable(self, first, segments)
@@ -141,13 +147,22 @@ class StepTables:
         self._backend = backend
 
     def point_at_shards(self, gradients: Sequence[torch.Tensor]) -> None:
-        """Take each bucket's gradients from one array parallel to it, which must outlive this."""
-        bases = [g.data_ptr() for g, t in zip(gradients, self.tables, strict=True) for _ in t.rows]
-        self.rows[:, 2] = integers(bases) + self._shard_offset_bytes
+        """Take each bucket's gradients from one array parallel to it, which must outlive this: of
+        the parameters' dtype, or fp32."""
+        pairs = [(g, t) for g, t in zip(gradients, self.tables, strict=True) for _ in t.rows]
+        bases = integers([gradient.data_ptr() for gradient, _ in pairs])
+        itemsizes = integers([gradient.itemsize for gradient, _ in pairs])
+        self.rows[:, 2] = bases + self.rows[:, 0] * itemsizes
+        self.rows[:, 7] = itemsizes != self._itemsizes
 
-    def point_at_params(self, addresses: torch.Tensor) -> None:
-        """The same for all tables: ``addresses`` from `gradient_addresses`."""
-        self.rows[:, 2] = _behind(addresses[self._params], self.param_offset_bytes)
+    def point_at_params(self, addresses: torch.Tensor, wide: torch.Tensor | None = None) -> None:
+        """The same from each parameter's own tensor: ``addresses`` from `gradient_addresses`;
+        ``wide``: int64, 1 for each parameter narrower than its gradient, which is fp32."""
+        itemsizes = self._itemsizes
+        if wide is not None:
+            self.rows[:, 7] = wide[self._params]
+            itemsizes = torch.where(self.rows[:, 7] == 1, 4, itemsizes)
+        self.rows[:, 2] = _behind(addresses[self._params], self._param_starts * itemsizes)
 
     def set_used(self, used: torch.Tensor) -> None:
         """Which parameters have a gradient on any rank: int64, 0 or 1 for each."""
