@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,30 +13,52 @@ from fusedshard.comm import Communicator
 from fusedshard.fingerprint import HYPERPARAMETERS, plain
 from fusedshard.flat import FlatBuffer, view_as_param
 from fusedshard.kernels import flat_memory
+from fusedshard.layout import Slot
+from fusedshard.moments import Piece
 from fusedshard.options import check_hyperparameters
 from fusedshard.params import in_storage_order, is_wrapper, parameter_labels
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+EXPONENTS = tuple(f"{name}_exponents" for name in MOMENTS)  # beside 8-bit moments
+MASTERS = "master_weights"  # key of a state dict
 MAX_STEP = 2.0**53  # up to which a double counts
 
 
-def full_moments(
-    flats: Sequence[FlatBuffer], params: Sequence[torch.Tensor], comm: Communicator, *, keep: bool
-) -> dict[int, dict[str, torch.Tensor]]:
-    """Every parameter's moments, whole, as copies in host memory with the parameter's shape and
-    strides.
+class FullState(NamedTuple):
+    """Of every parameter, by its number: whole tensors in host memory with the parameter's shape
+    and strides, fp32 for bf16 and fp16 parameters.
 
-    Collective where the moments are sharded. At most one flat buffer is held beside the result,
-    which is empty on ranks that do not ``keep`` it.
+    Attributes:
+        moments: by torch's names.
+        masters: the fp32 values of 16-bit parameters that have any beside them.
     """
-    moments: dict[int, dict[str, torch.Tensor]] = {}
+
+    moments: dict[int, dict[str, torch.Tensor]]
+    masters: dict[int, torch.Tensor]
+
+
+def full_state(
+    flats: Sequence[FlatBuffer], params: Sequence[torch.Tensor], comm: Communicator, *, keep: bool
+) -> FullState:
+    """Copies of all state.
+
+    Collective where it is sharded. At most one flat buffer is held beside the result, which is
+    empty on ranks that do not ``keep`` it.
+    """
+    state = FullState({}, {})
     for flat in flats:
-        for name, owned in flat.owned_moments().items():
-            whole = owned if flat.owners == 1 else _gather(flat, owned, comm)
-            for slot in flat.layout.slots if keep else ():
+        slots = flat.layout.slots if keep else ()
+        for name, moment in flat.moments.items():
+            whole = _whole(flat, moment.read(0, len(moment.values)), comm)
+            for slot in slots:
                 view = view_as_param(whole, slot, params[slot.param])
-                moments.setdefault(slot.param, {})[name] = view.to("cpu", copy=True)
-    return moments
+                state.moments.setdefault(slot.param, {})[name] = view.to("cpu", copy=True)
+        if flat.masters is not None:
+            whole = _whole(flat, flat.owned_masters(), comm)
+            for slot in slots:
+                view = view_as_param(whole, slot, params[slot.param])
+                state.masters[slot.param] = view.to("cpu", copy=True)
+    return state
 
 
 def store_moments(
@@ -47,31 +69,57 @@ def store_moments(
 
     ``state`` may hold these very moments, as one does that was taken from the same optimizer.
     """
-    for name, owned in flat.owned_moments().items():
+    for name, moment in flat.moments.items():
         for slot in flat.layout.slots:
-            param = params[slot.param]
-            whole = torch.empty_strided(
-                param.size(), param.stride(), dtype=flat.dtype, device=flat.device
-            )
             saved = state.get(slot.param, {}).get(name)
-            whole.zero_() if saved is None else whole.copy_(saved)
-            source = in_storage_order(whole)
-            for piece in flat.pieces.get(slot.param, []):
-                stretch = source.narrow(0, piece.param_start, piece.length)
-                owned.narrow(0, piece.owned_start, piece.length).copy_(stretch)
+            for piece, stretch in _stretches(flat, params[slot.param], slot, saved):
+                moment.write(piece.owned_start, stretch)
 
 
-def fill_in(packed: dict[str, Any], moments: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
-    """Replace this rank's pieces in a packed state dict by whole moments, and whatever else it
-    holds of the optimizer by copies in host memory. Where a group has amsgrad, every state has its
-    third moment: zero, if the parameter had no gradient since it was switched on."""
+def store_masters(
+    flat: FlatBuffer, params: Sequence[torch.Tensor], masters: Mapping[int, torch.Tensor]
+) -> None:
+    """The same for masters; parameters that have none there are their own."""
+    if flat.masters is None:
+        return
+    for slot in flat.layout.slots:
+        index, pieces = slot.param, flat.pieces.get(slot.param, ())
+        if index in masters:
+            stretches = _stretches(flat, params[index], slot, masters[index])
+            flat.masters.load(index, pieces, [stretch.clone() for _, stretch in stretches])
+        else:
+            flat.masters.reset(index, pieces)
+    flat.note_masters(params)
+
+
+def _stretches(
+    flat: FlatBuffer, param: torch.Tensor, slot: Slot, saved: torch.Tensor | None
+) -> list[tuple[Piece, torch.Tensor]]:
+    """What this rank owns of a whole tensor of the parameter's shape, of zeros for None."""
+    whole = torch.empty_strided(param.size(), param.stride(), dtype=flat.wide, device=flat.device)
+    whole.zero_() if saved is None else whole.copy_(saved)
+    source = in_storage_order(whole)
+    return [
+        (piece, source.narrow(0, piece.param_start, piece.length))
+        for piece in flat.pieces.get(slot.param, ())
+    ]
+
+
+def fill_in(packed: dict[str, Any], full: FullState) -> None:
+    """Replace what a packed state dict shows of this rank's memory by whole moments, and whatever
+    else it holds of the optimizer by copies in host memory. Where a group has amsgrad, every state
+    has its third moment: zero, if the parameter had no gradient since it was switched on. Masters
+    come beside ``state``, which torch casts when it loads it."""
+    if full.masters:
+        packed[MASTERS] = full.masters
     for group in packed["param_groups"]:
         for index in group["params"]:
             state = packed["state"].get(index)
             if not state:
                 continue
-            whole = moments.get(index, {})
-            names = dict.fromkeys([*state, *(MOMENTS if group["amsgrad"] else ())])
+            whole = full.moments.get(index, {})
+            shown = [name for name in state if name not in EXPONENTS]
+            names = dict.fromkeys([*shown, *(MOMENTS if group["amsgrad"] else ())])
             packed["state"][index] = {
                 name: whole[name] if name in whole else _on_host({**state, **whole}, name)
                 for name in names
@@ -97,6 +145,7 @@ def check_fits(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
             f"param_groups: got {len(saved_groups)} in the state dict, wanted {len(groups)}"
         )
     labels = iter(parameter_labels(groups))
+    masters = state_dict.get(MASTERS, {})
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
@@ -105,7 +154,10 @@ def check_fits(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
             )
         check_hyperparameters({**group, **saved})
         for key, param in zip(saved["params"], group["params"], strict=True):
-            _check_state(next(labels), state_dict["state"].get(key), param)
+            label = next(labels)
+            _check_state(label, state_dict["state"].get(key), param)
+            if key in masters:
+                _check_array(label, MASTERS, masters[key], param)
 
 
 def describe_content(state_dict: Mapping[str, Any]) -> str:
@@ -120,7 +172,8 @@ def describe_content(state_dict: Mapping[str, Any]) -> str:
         for key, state in state_dict["state"].items()
         if isinstance(key, int) and state  # beside a user's own entries
     )
-    return hashlib.sha256(repr((groups, states)).encode()).hexdigest()
+    masters = sorted(state_dict.get(MASTERS, ()))
+    return hashlib.sha256(repr((groups, states, masters)).encode()).hexdigest()
 
 
 def _check_state(label: str, state: Mapping[str, Any] | None, param: torch.Tensor) -> None:
@@ -136,21 +189,29 @@ def _check_state(label: str, state: Mapping[str, Any] | None, param: torch.Tenso
             f"{label}: step is {step} in the state dict, wanted an integer from 0 to 2^53"
         )
     for name in MOMENTS:
-        if name in state and not isinstance(state[name], torch.Tensor):
-            kind = type(state[name]).__name__
-            raise ValueError(f"{label}: {name} is a {kind} in the state dict, wanted a tensor")
-        if name in state and (state[name].layout != torch.strided or is_wrapper(state[name])):
-            raise ValueError(f"{label}: {name} is no plain dense tensor in the state dict")
-        if name in state and state[name].is_complex() != param.is_complex():
-            raise ValueError(
-                f"{label}: {name} is {state[name].dtype} in the state dict, which does not fit "
-                f"{param.dtype}"
-            )
-        if name in state and state[name].shape != param.shape:
-            raise ValueError(
-                f"{label}: {name} has shape {tuple(state[name].shape)} in the state dict, "
-                f"wanted {tuple(param.shape)}"
-            )
+        if name in state:
+            _check_array(label, name, state[name], param)
+
+
+def _check_array(label: str, name: str, saved: Any, param: torch.Tensor) -> None:
+    if not isinstance(saved, torch.Tensor):
+        kind = type(saved).__name__
+        raise ValueError(f"{label}: {name} is a {kind} in the state dict, wanted a tensor")
+    if saved.layout != torch.strided or is_wrapper(saved):
+        raise ValueError(f"{label}: {name} is no plain dense tensor in the state dict")
+    if saved.is_complex() != param.is_complex():
+        raise ValueError(
+            f"{label}: {name} is {saved.dtype} in the state dict, which does not fit {param.dtype}"
+        )
+    if saved.shape != param.shape:
+        raise ValueError(
+            f"{label}: {name} has shape {tuple(saved.shape)} in the state dict, "
+            f"wanted {tuple(param.shape)}"
+        )
+
+
+def _whole(flat: FlatBuffer, owned: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    return owned if flat.owners == 1 else _gather(flat, owned, comm)
 
 
 def _gather(flat: FlatBuffer, owned: torch.Tensor, comm: Communicator) -> torch.Tensor:

@@ -49,7 +49,9 @@ def norm_of_gradients(
 ) -> torch.Tensor:
     """Norm of whole gradients, fp64, without communication. ``params`` as for `norm_of_shards`."""
     norms = [
-        _vector_norm(grad, norm_type)
+        _norm([in_storage_order(grad)], norm_type)
+        if norm_type == 2.0
+        else _vector_norm(grad, norm_type)
         for index, grad in enumerate(grads)
         if grad is not None and grad.numel() and (params is None or index in params)
     ]

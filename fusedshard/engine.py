@@ -24,7 +24,12 @@ from fusedshard.comm import Communicator
 from fusedshard.flat import BucketMemory
 from fusedshard.holdings import Holdings
 from fusedshard.options import ParallelOptions
-from fusedshard.params import check_gradient, dense_gradient, in_storage_order
+from fusedshard.params import (
+    check_gradient,
+    dense_gradient,
+    in_storage_order,
+    store_gradient,
+)
 from fusedshard.tables import GroupScalars, gradient_addresses, integers
 
 
@@ -176,11 +181,31 @@ class Engine(Holdings):
             self._exchange.run([n for n in numbers if any(used[i] for i in members[n])], used)
         else:
             self._exchange.note_present()
-        grads: list[torch.Tensor | None] = []
-        if not self._reads_shards:
-            grads = [dense_gradient(param) for param in self.params]
         present = [param.grad is not None for param in self.params]
-        self._averaged = Averaged(grads, used, present)
+        self._averaged = Averaged(self._means(), used, present)
+
+    def _means(self) -> list[torch.Tensor | None]:
+        """The averaged gradients, unless they are this rank's shards: ``p.grad``, or where it is
+        but the rounding of a mean this."""
+        if self._reads_shards:
+            return []
+        delivered = self._exchange.delivered
+        return [
+            self._mean_view(index)
+            if index in self._mean_places and index in delivered and param.grad is not None
+            else dense_gradient(param)
+            for index, param in enumerate(self.params)
+        ]
+
+    def _mean_view(self, index: int) -> torch.Tensor:
+        flat, slot = self._mean_places[index]
+        return flat.mean_view(slot, self.params[index])
+
+    def read_gradients_again(self) -> None:
+        """``p.grad`` was changed after it was averaged, in a way that its version does not show."""
+        self._exchange.delivered.clear()
+        if self._averaged is not None:
+            self._averaged = self._averaged._replace(grads=self._means())
 
     def _end_backward(self) -> None:
         """Make ``p.grad`` the average before backward returns, as DDP does. Collective."""
@@ -225,6 +250,8 @@ class Engine(Holdings):
                 grad = averaged.grads[index]
                 if grad is not None:
                     scale(grad, factor)
+                    if index in self._mean_places:
+                        store_gradient(self.params[index], grad)
             self._exchange.note_present(params & self._exchange.spans.keys())
 
     @property
@@ -272,7 +299,13 @@ class Engine(Holdings):
         self._make_room_for_amsgrad([group.amsgrad for group in groups])
         with self.comm.stats.phase("update"):
             if not self._reads_shards:
-                self._tables.point_at_params(gradient_addresses(grads))
+                wide = [
+                    g is not None and g.dtype != p.dtype
+                    for g, p in zip(grads, self.params, strict=True)
+                ]
+                self._tables.point_at_params(gradient_addresses(grads), integers(wide))
+            for flat in self._flats:
+                flat.refresh_masters(self.params, used)
             self._tables.set_used(integers(used))
             self._tables.set_groups(groups)
             self._tables.upload()
@@ -295,6 +328,8 @@ class Engine(Holdings):
         # The kernels wrote through raw pointers, which autograd does not see.
         changed = [self.params[index] for index, is_used in enumerate(used) if is_used]
         torch.autograd.graph.increment_version(changed)
+        for flat in self._flats:
+            flat.note_masters(self.params, used)
         self._averaged = None
         self._exchange.next_cycle()
         if self._hooks is not None:

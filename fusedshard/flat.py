@@ -1,17 +1,19 @@
-"""The memory behind a layout: flat parameters, and the moments of what this rank owns."""
+"""The memory behind a layout: flat parameters, and moments and masters of what this rank owns."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from fusedshard.comm import Communicator
-from fusedshard.kernels import flat_memory
+from fusedshard.kernels import MASTER_DTYPES, flat_memory, wide_dtype
 from fusedshard.layout import Bucket, FlatLayout, Segment, Slot
+from fusedshard.moments import Masters, Moment, Piece
 from fusedshard.native import BACKENDS, AdamState
+from fusedshard.params import version_of
+from fusedshard.precision import Precision
 from fusedshard.tables import SegmentTable
 
 
@@ -23,7 +25,7 @@ class BucketMemory:
 
     Attributes:
         layout: its place in the flat buffer.
-        dtype: of its parameters.
+        dtype: of its averaged gradients: that of its parameters, but fp32 for bf16 and fp16.
         param: the whole bucket of the flat parameters.
         segments: all of it; ``shard_start`` counts from the bucket's first element.
         owned: what this rank owns of it.
@@ -46,15 +48,6 @@ class BucketMemory:
     table: SegmentTable = field(init=False)
 
 
-class Piece(NamedTuple):
-    """``length`` reals of a parameter that this rank owns, from ``param_start`` in the
-    parameter's storage order and from ``owned_start`` in the flat buffer's owned moments."""
-
-    param_start: int
-    owned_start: int
-    length: int
-
-
 class FlatBuffer:
     """The arrays of one `FlatLayout`: of reals, also where its parameters are complex.
 
@@ -66,25 +59,49 @@ class FlatBuffer:
     Args:
         layout: where things lie.
         comm: the ranks that share the work.
+        precision: in which formats.
         sharded: whether this rank owns one shard of each bucket, or all of it.
-        keep_reduced: whether averaged gradients get an array of their own.
+        reduces: whether gradients are averaged here. Their means get an array of their own where
+            the parameters' ``p.grad`` is not the place: where it is narrower, or stays as it is.
+
+    Attributes:
+        param: all of it.
+        moments: by torch's names, of what this rank owns.
+        masters: likewise, or None.
+        reduced: the averaged gradient of what this rank owns, or None.
+        wide: the dtype of averaged gradients and of full moments.
+        pieces: what this rank owns of each parameter.
     """
 
     def __init__(
-        self, layout: FlatLayout, comm: Communicator, *, sharded: bool, keep_reduced: bool
+        self,
+        layout: FlatLayout,
+        comm: Communicator,
+        precision: Precision,
+        *,
+        sharded: bool,
+        reduces: bool,
     ) -> None:
         self.layout = layout
-        dtype, _, device = layout.kind.partition("@")
-        self.dtype = getattr(torch, dtype)
+        formats, _, device = layout.kind.partition("@")
+        dtype, self._moment_dtype = (getattr(torch, name) for name in formats.split("/"))
         self.device = torch.device(device)
+        self.wide = wide_dtype(dtype)
+        self._seed = precision.rounding_seed
         self.owners = comm.world_size if sharded else 1
         self.rank = comm.rank if sharded else 0
-        self.param = self._new(layout.numel)
+        self.param = self._new(layout.numel, dtype.to_real())
         owned = layout.numel // self.owners
-        self.exp_avg = self._new(owned)
-        self.exp_avg_sq = self._new(owned)
-        self.max_exp_avg_sq: torch.Tensor | None = None
-        self.reduced = self._new(owned) if keep_reduced else None
+        self.moments = {
+            "exp_avg": Moment(owned, self._moment_dtype, self._new, signed=True),
+            "exp_avg_sq": Moment(owned, self._moment_dtype, self._new, signed=False),
+        }
+        master = precision.master_of(dtype)
+        self.masters = None if master is None else Masters(self.param, owned, master, self._new)
+        narrow = dtype in MASTER_DTYPES
+        keeps = reduces and (sharded or narrow)
+        self.reduced = self._new(owned, self.wide.to_real()) if keeps else None
+        self.shows_reduced = keeps and not sharded
         self.buckets = [self._bucket(bucket) for bucket in layout.buckets]
         self.pieces = self._owned_pieces()
 
@@ -104,54 +121,110 @@ class FlatBuffer:
         for slot, home in zip(slots, homes, strict=True):
             BACKENDS[self.device.type].about_to_free(params[slot.param].detach())
             params[slot.param].data = home
+            if self.masters is not None:
+                self.masters.reset(slot.param, self.pieces.get(slot.param, ()))
+        self.note_masters(params)
 
-    def copy_moments(self, other: FlatBuffer) -> None:
-        """Those of another buffer of the same layout."""
-        if other.max_exp_avg_sq is not None:
+    def copy_state(self, other: FlatBuffer, params: Sequence[torch.Tensor]) -> None:
+        """That of another buffer of the same layout, whose parameters these are copies of."""
+        if "max_exp_avg_sq" in other.moments:
             self.ensure_max_exp_avg_sq()
-        theirs = other.owned_moments()
-        for name, moment in self.owned_moments().items():
-            moment.copy_(theirs[name])
+        for name, moment in self.moments.items():
+            moment.copy_(other.moments[name])
+        if self.masters is not None and other.masters is not None:
+            self.masters.copy_(other.masters)
+            self.note_masters(params)
 
     def ensure_max_exp_avg_sq(self) -> None:
         """Make room for amsgrad's third moment, zero at first."""
-        if self.max_exp_avg_sq is None:
-            self.max_exp_avg_sq = self._new(self.exp_avg.numel())
+        if "max_exp_avg_sq" not in self.moments:
+            owned = self.layout.numel // self.owners
+            third = Moment(owned, self._moment_dtype, self._new, signed=False)
+            self.moments["max_exp_avg_sq"] = third
             for bucket in self.buckets:
                 bucket.state = self._state(bucket.layout)
 
-    def owned_moments(self) -> dict[str, torch.Tensor]:
-        """The moments of what this rank owns of the buffer, 1-D, by torch's names."""
-        moments = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if self.max_exp_avg_sq is not None:
-            moments["max_exp_avg_sq"] = self.max_exp_avg_sq
-        return moments
+    @property
+    def is_plain(self) -> bool:
+        """Whether its moments lie in memory as state dicts have them, and are all there is."""
+        return self.masters is None and self._moment_dtype == self.wide.to_real()
 
-    def moment_view(self, name: str, slot: Slot, like: torch.Tensor) -> torch.Tensor:
-        """What this rank owns of a parameter's moment: of the shape and strides of ``like``
+    def visible_moments(self, slot: Slot, like: torch.Tensor) -> dict[str, torch.Tensor]:
+        """What this rank owns of a parameter's moments: of the shape and strides of ``like``
         where that is all of it, else 1-D in storage order and possibly empty; complex where the
-        parameter is."""
-        moment = self.owned_moments()[name]
-        if self.owners == 1:
-            return view_as_param(moment, slot, like)
+        parameter is. Beside codes their exponents, 1-D."""
         pieces = self.pieces.get(slot.param, [])
-        length = sum(piece.length for piece in pieces)
+        start = pieces[0].owned_start if pieces else 0
         # A parameter that spans several buckets has its buffer to itself, so its pieces adjoin.
-        return moment.narrow(0, pieces[0].owned_start if pieces else 0, length).view(self.dtype)
+        length = sum(piece.length for piece in pieces)
+        visible = {}
+        for name, moment in self.moments.items():
+            values, exponents = moment.arrays(start, length)
+            whole = self.owners == 1
+            visible[name] = (
+                view_as_param(moment.values, slot, like)
+                if whole
+                else values.view(self.wide if like.is_complex() else values.dtype)
+            )
+            if exponents is not None:
+                visible[f"{name}_exponents"] = exponents
+        return visible
+
+    def mean_view(self, slot: Slot, like: torch.Tensor) -> torch.Tensor:
+        """A parameter's averaged gradient, where this rank has all of it."""
+        assert self.reduced is not None
+        return view_as_param(self.reduced, slot, like)
+
+    def refresh_masters(
+        self, params: Sequence[torch.Tensor], used: Sequence[int] | None = None
+    ) -> None:
+        """Drop masters of parameters that were changed: of those that ``used`` has 1 for, which
+        are about to be updated, or of all."""
+        if self.masters is not None:
+            versions = self._versions(params, used)
+            self.masters.refresh(versions, self.pieces, keep=used is None)
+
+    def note_masters(
+        self, params: Sequence[torch.Tensor], used: Sequence[int] | None = None
+    ) -> None:
+        """Masters fit the parameters as they are now: those that were updated, or all."""
+        if self.masters is not None:
+            self.masters.note(self._versions(params, used))
+
+    def owned_masters(self) -> torch.Tensor:
+        """Copies of all that this rank owns, 1-D, fp32."""
+        assert self.masters is not None
+        owned = self._new(self.layout.numel // self.owners, self.wide)
+        for pieces in self.pieces.values():
+            for piece in pieces:
+                mine = owned.narrow(0, piece.owned_start, piece.length)
+                mine.copy_(self.masters.read(piece))
+        return owned
 
     def address_of(self, slot: Slot) -> int:
         """Where the elements of a parameter lie."""
         return self.param.data_ptr() + slot.start * self.layout.itemsize
 
-    def _new(self, numel: int) -> torch.Tensor:
-        return flat_memory(numel, self.dtype.to_real(), self.device)
+    def _versions(
+        self, params: Sequence[torch.Tensor], used: Sequence[int] | None
+    ) -> dict[int, int]:
+        return {
+            slot.param: version_of(params[slot.param])
+            for slot in self.layout.slots
+            if used is None or used[slot.param]
+        }
+
+    def _new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return flat_memory(numel, dtype, self.device)
 
     def _owned_pieces(self) -> dict[int, list[Piece]]:
         pieces: dict[int, list[Piece]] = {}
         for bucket in self.buckets:
             base = bucket.layout.start // self.owners
+            start, _ = self._owned_range(bucket.layout)
             for s in bucket.owned:
-                piece = Piece(s.param_start, base + s.shard_start, s.length)
+                at = base + s.shard_start
+                piece = Piece(s.param_start, at, start + s.shard_start, s.length)
                 pieces.setdefault(s.param, []).append(piece)
         return pieces
 
@@ -164,7 +237,7 @@ class FlatBuffer:
             reduced = self.reduced.narrow(0, bucket.start // self.owners, owned_numel)
         param = self.param.narrow(0, bucket.start, bucket.numel)
         state = self._state(bucket)
-        return BucketMemory(bucket, self.dtype, param, segments, owned, state, reduced)
+        return BucketMemory(bucket, self.wide, param, segments, owned, state, reduced)
 
     def _owned_range(self, bucket: Bucket) -> tuple[int, int]:
         numel = bucket.numel // self.owners
@@ -172,15 +245,17 @@ class FlatBuffer:
 
     def _state(self, bucket: Bucket) -> AdamState:
         start, numel = self._owned_range(bucket)
-        moments = {
-            name: moment.narrow(0, bucket.start // self.owners, numel)
-            for name, moment in self.owned_moments().items()
-        }
+        at = bucket.start // self.owners
+        moments = [moment.arrays(at, numel) for moment in self.moments.values()]
+        third = (None, None) if len(moments) == 2 else moments[2]
         return AdamState(
             self.param.narrow(0, start, numel),
-            moments["exp_avg"],
-            moments["exp_avg_sq"],
-            moments.get("max_exp_avg_sq"),
+            moments[0][0],
+            moments[1][0],
+            third[0],
+            None if self.masters is None else self.masters.values.narrow(0, at, numel),
+            (moments[0][1], moments[1][1], third[1]),
+            self._seed,
         )
 
 

@@ -41,8 +41,8 @@ class Lane:
             self.memory[name] = kernels.flat_memory(nbytes, torch.uint8, like.device)
         return self.memory[name][:nbytes].view(like.dtype)
 
-    def nbytes(self, name: str) -> int:
-        return self.memory[name].numel() if name in self.memory else 0
+    def nbytes(self, *names: str) -> int:
+        return sum(self.memory[name].numel() for name in names if name in self.memory)
 
 
 class Flight:
@@ -79,7 +79,11 @@ class GradientReducer:
             ReduceScatter or AllReduce adds, in an order of its own.
         in_place: False: what this rank owns goes to each bucket's ``reduced``: the mean once
             multiplied by `shard_scale`. True: each gradient is overwritten by the mean, as DDP
-            does.
+            does; the mean of bf16 and fp16 gradients is fp32, goes to ``reduced``, and they are
+            overwritten by its rounding.
+
+    16-bit gradients are sent as they are where our kernel adds them; a backend, which would round
+    at every hop, gets them in fp32.
 
     Buckets' ``packing`` tables must point at this rank's gradients and be uploaded; a parameter
     without one counts as zero. Every rank starts the same buckets in the same order.
@@ -134,19 +138,26 @@ class GradientReducer:
             yield pending
             kernels.mean_(reduced, chunks)
         else:
+            if send.dtype != reduced.dtype:
+                send = lane.buffer("wide", len(send), reduced).copy_(send)
             yield self._comm.reduce_scatter(send, reduced)
 
     def _to_all(self, bucket: BucketMemory, lane: Lane) -> Stages:
         send = self._pack(bucket, lane)
+        # All sends are done by then, so the buffer can take the mean and be gathered in place.
+        mean = send if bucket.reduced is None else bucket.reduced
         if self._ordered:
             chunks, pending = self._exchange(send, lane)
             yield pending
-            # All sends are done, so the buffer can take the mean and be gathered in place.
-            kernels.mean_(send.split(bucket.layout.shard_numel)[self._comm.rank], chunks)
-            yield self._comm.all_gather_(send)
+            kernels.mean_(mean.split(bucket.layout.shard_numel)[self._comm.rank], chunks)
+            yield self._comm.all_gather_(mean)
         else:
-            yield self._comm.all_reduce_(send)
-            send.div_(self._comm.world_size)
+            if mean is not send:
+                mean.copy_(send)
+            yield self._comm.all_reduce_(mean)
+            mean.div_(self._comm.world_size)
+        if mean is not send:
+            send.copy_(mean)
         kernels.unpack_(send, bucket.packing)
 
     def _pack(self, bucket: BucketMemory, lane: Lane) -> torch.Tensor:

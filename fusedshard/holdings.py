@@ -60,6 +60,8 @@ class Holdings:
         )
         self._flats: list[FlatBuffer] = []
         self._adopted: set[int] = set()
+        # Parameters whose ``p.grad`` shows the rounding of a mean that lies elsewhere.
+        self._mean_places: dict[int, tuple[FlatBuffer, Slot]] = {}
 
     def admit(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Number all parameters, and take those that train into flat memory. Collective."""
@@ -91,9 +93,10 @@ class Holdings:
         self._choose_device([self.params[index] for index in sorted(self._adopted)])
         self.set_steps(original.steps.clone())
         for theirs in original._flats:
+            theirs.refresh_masters(original.params)
             flat = self._new_flat(theirs.layout)
             flat.adopt(self.params, None)
-            flat.copy_moments(theirs)
+            flat.copy_state(theirs, self.params)
         self._make_tables()
 
     def _number(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -137,7 +140,9 @@ class Holdings:
         if self.device is None and training:
             self.device = training[0].device
             self.set_steps(self.steps)
-            by_default = self.comm.prefers_ordered(self.device)
+            # A backend's sum of 16-bit numbers would take twice the volume.
+            narrow = any(param.dtype in kernels.MASTER_DTYPES for param in training)
+            by_default = narrow or self.comm.prefers_ordered(self.device)
             ordered = self._options.ordered(by_default=by_default)
             self._exchange.reducer = self._new_reducer(ordered=ordered)
 
@@ -174,15 +179,22 @@ class Holdings:
         """
         new = [index for index in indices if index not in self._adopted]
         self._adopted.update(new)
-        specs = [spec_of(index, self.params[index]) for index in new]
+        specs = [spec_of(index, self.params[index], self._options.precision) for index in new]
         layout = build_layout(specs, self.comm.world_size, self._options.bucket_cap_bytes)
         for flat_layout in layout.flats:
             self._new_flat(flat_layout).adopt(self.params, self.comm)
 
     def _new_flat(self, layout: FlatLayout) -> FlatBuffer:
-        keep_reduced = self._sharded and self._reduces
-        flat = FlatBuffer(layout, self.comm, sharded=self._sharded, keep_reduced=keep_reduced)
+        flat = FlatBuffer(
+            layout,
+            self.comm,
+            self._options.precision,
+            sharded=self._sharded,
+            reduces=self._reduces,
+        )
         self._flats.append(flat)
+        if flat.shows_reduced:
+            self._mean_places |= {slot.param: (flat, slot) for slot in layout.slots}
         return flat
 
     def _make_tables(self) -> None:
@@ -195,7 +207,7 @@ class Holdings:
         ):
             bucket.table, bucket.packing = table, packing
         reduced = [bucket.reduced for bucket in buckets if bucket.reduced is not None]
-        self._reads_shards = bool(reduced)
+        self._reads_shards = self._sharded and bool(reduced)
         if self._reads_shards:
             self._tables.point_at_shards(reduced)
         self._exchange.take(self.params, self._labels, buckets, self._packing)
@@ -213,9 +225,10 @@ class Holdings:
         flats, lanes = self._flats, self._exchange.reducer.lanes
         return {
             "parameters": sum(flat.param.nbytes for flat in flats),
-            "moments": sum(m.nbytes for flat in flats for m in flat.owned_moments().values()),
+            "moments": sum(m.nbytes for flat in flats for m in flat.moments.values()),
+            "masters": sum(f.masters.values.nbytes for f in flats if f.masters is not None),
             "reduced": sum(flat.reduced.nbytes for flat in flats if flat.reduced is not None),
-            "send": sum(lane.nbytes("send") for lane in lanes),
+            "send": sum(lane.nbytes("send", "wide") for lane in lanes),
             "receive": sum(lane.nbytes("receive") for lane in lanes),
         }
 
@@ -248,7 +261,7 @@ class Holdings:
     def _make_room_for_amsgrad(self, amsgrad: Sequence[bool]) -> None:
         """For the param groups that have it."""
         for flat in self._flats if any(amsgrad) else ():
-            missing = flat.max_exp_avg_sq is None
+            missing = "max_exp_avg_sq" not in flat.moments
             if missing and any(amsgrad[self._group_of[slot.param]] for slot in flat.layout.slots):
                 self._check_not_captured("amsgrad: is switched on")
                 flat.ensure_max_exp_avg_sq()
@@ -258,32 +271,45 @@ class Holdings:
         else this rank's piece."""
         state: dict[int, dict[str, torch.Tensor]] = {}
         for flat in self._flats:
-            names = flat.owned_moments()
             for slot in flat.layout.slots:
                 if slot.param in indices:
                     param = self.params[slot.param]
-                    state[slot.param] = {n: flat.moment_view(n, slot, param) for n in names}
+                    state[slot.param] = flat.visible_moments(slot, param)
         for index in indices - state.keys():  # empty parameters have no place in flat memory
-            state[index] = {n: torch.zeros_like(self.params[index]) for n in checkpoint.MOMENTS}
+            param = self.params[index]
+            empty = torch.zeros_like(param, dtype=kernels.wide_dtype(param.dtype))
+            state[index] = {name: empty.clone() for name in checkpoint.MOMENTS}
         return {i: {"step": self._step_view(i), **moments} for i, moments in state.items()}
 
     def _step_view(self, index: int) -> torch.Tensor:
         """In a storage of its own, so that pickling one parameter's does not write all."""
         return view_as_param(self.step_mirror, Slot(index, index, 1), self.step_mirror[index])
 
-    def full_moments(self, *, keep: bool = True) -> dict[int, dict[str, torch.Tensor]]:
-        """Copies of all parameters' moments, whole, unless this rank is not to keep them.
-        Collective."""
-        self._settle()
-        return checkpoint.full_moments(self._flats, self.params, self.comm, keep=keep)
+    @property
+    def is_plain(self) -> bool:
+        """Whether `visible_state` is all there is, in the formats of state dicts."""
+        return all(flat.is_plain for flat in self._flats)
 
-    def load(self, state: Mapping[int, Mapping[str, Any]]) -> None:
-        """Replace steps and moments by ``state``, and by zero where it has nothing. Collective."""
+    def full_state(self, *, keep: bool = True) -> checkpoint.FullState:
+        """Copies of all parameters' moments and masters, whole, unless this rank is not to keep
+        them. Collective in sharded mode."""
+        if self.holds_shards:
+            self._settle()
+        for flat in self._flats:
+            flat.refresh_masters(self.params)
+        return checkpoint.full_state(self._flats, self.params, self.comm, keep=keep)
+
+    def load(
+        self, state: Mapping[int, Mapping[str, Any]], masters: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Replace steps and moments by ``state``, and by zero where it has nothing; masters by
+        ``masters``, and by the parameters themselves. Collective."""
         self._settle()
         self._adopt_later(sorted(state))
         for flat in self._flats:
             if any("max_exp_avg_sq" in state.get(s.param, {}) for s in flat.layout.slots):
                 flat.ensure_max_exp_avg_sq()
             checkpoint.store_moments(flat, self.params, state)
+            checkpoint.store_masters(flat, self.params, masters)
         steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self.params))]
         self.set_steps(integers(steps))

@@ -38,12 +38,19 @@ class ParamSpec:
         numel: elements.
         kind: parameters of different kinds never share a flat buffer, e.g. ``"float32@cpu"``.
         itemsize: bytes an element.
+        block: of how many elements a shard holds whole blocks, counted from the parameter's first.
     """
 
     index: int
     numel: int
     kind: str
     itemsize: int
+    block: int = 1
+
+    @property
+    def multiple(self) -> int:
+        """Elements at whose multiples slots and shards begin."""
+        return math.lcm(ALIGNMENT_BYTES // self.itemsize, self.block)
 
 
 @dataclass(frozen=True)
@@ -141,7 +148,7 @@ def build_layout(params: Sequence[ParamSpec], world_size: int, bucket_cap_bytes:
     filling: dict[str, list[ParamSpec]] = {}
     filled_bytes: dict[str, int] = {}
     for spec in reversed(params):
-        size = _aligned(spec.numel, spec.itemsize) * spec.itemsize
+        size = _aligned(spec.numel, spec.multiple) * spec.itemsize
         if size > cap_bytes:
             flats.append(_build_flat([spec], world_size, cap_bytes))
             continue
@@ -173,31 +180,32 @@ def iterate_buckets(layout: Layout) -> Iterator[tuple[FlatLayout, Bucket]]:
             yield flat, bucket
 
 
-def _aligned(numel: int, itemsize: int) -> int:
-    elements = ALIGNMENT_BYTES // itemsize
-    return math.ceil(numel / elements) * elements
+def _aligned(numel: int, multiple: int) -> int:
+    return math.ceil(numel / multiple) * multiple
 
 
 def _build_flat(specs: Sequence[ParamSpec], world_size: int, cap_bytes: int) -> FlatLayout:
-    itemsize = specs[0].itemsize
+    first = specs[0]  # of one kind all have the same size and blocks
     slots = []
     end = 0
     for spec in specs:
         slots.append(Slot(spec.index, end, spec.numel))
-        end += _aligned(spec.numel, itemsize)
-    buckets = _cut_buckets(end, itemsize, world_size, cap_bytes)
+        end += _aligned(spec.numel, spec.multiple)
+    buckets = _cut_buckets(end, first, world_size, cap_bytes)
     numel = sum(bucket.numel for bucket in buckets)
-    return FlatLayout(specs[0].kind, itemsize, numel, tuple(slots), buckets)
+    return FlatLayout(first.kind, first.itemsize, numel, tuple(slots), buckets)
 
 
-def _cut_buckets(numel: int, itemsize: int, world_size: int, cap_bytes: int) -> tuple[Bucket, ...]:
-    nbytes = numel * itemsize
+def _cut_buckets(
+    numel: int, spec: ParamSpec, world_size: int, cap_bytes: int
+) -> tuple[Bucket, ...]:
+    nbytes = numel * spec.itemsize
     most = max(1, nbytes // (world_size * MIN_SHARD_BYTES)) if world_size > 1 else 1
     even = math.ceil(numel / min(most, math.ceil(nbytes / cap_bytes)))
     buckets = []
     start = 0
     while start < numel:
-        shard = _aligned(math.ceil(min(even, numel - start) / world_size), itemsize)
+        shard = _aligned(math.ceil(min(even, numel - start) / world_size), spec.multiple)
         buckets.append(Bucket(start, shard * world_size, shard))
         start += shard * world_size
     return tuple(buckets)

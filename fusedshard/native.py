@@ -89,7 +89,7 @@ class AdamState(NamedTuple):
         return self.param.dtype.itemsize == 2
 
 
-def mixed_arguments(state: AdamState) -> tuple[Any, ...]:
+def mixed_arguments(state: AdamState) -> tuple[int, int, list[list[int]], list[int], int]:
     """What describes a shard in mixed precision to the native functions: see arrays.h."""
     moments = [
         [address(values), address(exponents)]
@@ -192,7 +192,8 @@ class CpuBackend:
             torch.get_num_threads(),
         )
         if state.is_mixed:
-            _C.adam_mixed(*mixed_arguments(state), *rest)
+            arguments = (*mixed_arguments(state), *rest)
+            _C.adam_mixed(*arguments)
         else:
             adam = getattr(_C, f"adam_{SUFFIX[state.param.dtype]}")
             adam(state.param.data_ptr(), *map(address, state.moments), *rest)
@@ -286,20 +287,21 @@ class CudaBackend:
     def adam(
         self, state: AdamState, table: SegmentTable, steps: torch.Tensor, control: Control
     ) -> None:
-        scale, on_device = control.grad_scale, isinstance(control.grad_scale, torch.Tensor)
+        scale = control.grad_scale
         rest = (
             table.device_rows.data_ptr(),
             table.tiles.data_ptr(),
             len(table.tiles),
             steps.data_ptr(),
             table.device_groups.data_ptr(),
-            1.0 if on_device else scale,
+            1.0 if isinstance(scale, torch.Tensor) else scale,
             address(scale) if isinstance(scale, torch.Tensor) else 0,
             address(control.found_inf),
             *self.where(state.param.device),
         )
         if state.is_mixed:
-            self._functions.adam_mixed(*mixed_arguments(state), *rest)
+            arguments = (*mixed_arguments(state), *rest)
+            self._functions.adam_mixed(*arguments)
         else:
             adam = getattr(self._functions, f"adam_{SUFFIX[state.param.dtype]}")
             adam(state.param.data_ptr(), *map(address, state.moments), *rest)

@@ -16,6 +16,7 @@ from fusedshard.fingerprint import agree_on_groups
 from fusedshard.layout import Layout
 from fusedshard.options import ParallelOptions, check_groups, check_hyperparameters
 from fusedshard.params import reject_sets
+from fusedshard.precision import Precision
 
 
 class Adam(AveragingOptimizer):
@@ -30,9 +31,9 @@ class Adam(AveragingOptimizer):
     flat buffers, so build the optimizer after ``model.to(...)``.
 
     Args:
-        params: as in torch: parameters, named parameters, or param groups. fp32 or fp64, real or
-            complex, all on the CPU or all on one GPU; dense, in any order of strides. Frozen ones
-            take no memory.
+        params: as in torch: parameters, named parameters, or param groups. fp32, fp64, bf16 or
+            fp16, also mixed, or complex of fp32 or fp64; all on the CPU or all on one GPU; dense,
+            in any order of strides. Frozen ones take no memory.
         lr: learning rate, a float or a tensor of one element; read anew at each step, as are
             the other values of ``param_groups``. Tensors on the parameters' GPU are read there.
         betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in torch.
@@ -47,8 +48,9 @@ class Adam(AveragingOptimizer):
             torch.distributed is not initialized.
         reduction: ``"ordered"``: gradients are added in fp32 (fp64 for fp64 ones) in rank order
             by our kernel, so that results depend neither on the backend nor on the bucket size.
-            ``"backend"``: the backend's ReduceScatter or AllReduce adds them. ``"auto"``:
-            ordered on gloo, backend on NCCL.
+            ``"backend"``: the backend's ReduceScatter or AllReduce adds them; bf16 and fp16 ones
+            are sent in fp32 then. ``"auto"``: backend on NCCL where no parameter is bf16 or fp16,
+            else ordered.
         grad_sync: ``"backward"``: gradients are exchanged while backward produces them, a bucket
             at a time, and p.grad must not be edited between ``backward()`` and `step` in sharded
             mode. ``"step"``: `step` averages them, as they are then. ``"external"``: they are
@@ -56,6 +58,18 @@ class Adam(AveragingOptimizer):
             communicated.
         bucket_cap_mb: size of a bucket in MiB; grows with the world size where shards of a
             bucket would fall below 128 KiB.
+        master_weights: what is kept of bf16 and fp16 parameters beside them, so that small updates
+            are not lost. None: the 16 bits that make a bf16 one an fp32 number, and an fp32 copy of
+            an fp16 one. True: an fp32 copy. False: nothing, the parameter itself is updated.
+        state_dtype: of exp_avg and exp_avg_sq: ``torch.float32``, ``torch.bfloat16``, or
+            ``torch.uint8`` for 8-bit codes, in blocks of 128 elements that share an exponent.
+            Parameters of fewer than 4096 elements keep fp32 then; fp64 and complex ones always have
+            their own.
+        stochastic_rounding: whether bf16 and 8-bit moments, and bf16 parameters without master
+            weights, are rounded up or down at random so that the expectation is right; else to the
+            nearest, as torch does, where changes smaller than half the last place are lost. The
+            bits depend on seed, step, parameter and element alone, not on the number of ranks.
+        seed: of stochastic rounding.
 
     Raises:
         ValueError, TypeError: on every rank, where an argument of any rank is invalid, or ranks
@@ -82,6 +96,10 @@ class Adam(AveragingOptimizer):
         reduction: str = "auto",
         grad_sync: str = "backward",
         bucket_cap_mb: float = 25,
+        master_weights: bool | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -96,7 +114,10 @@ class Adam(AveragingOptimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
         }
-        self._begin(ParallelOptions(mode, process_group, reduction, grad_sync, bucket_cap_mb))
+        precision = Precision(master_weights, state_dtype, stochastic_rounding, seed)
+        self._begin(
+            ParallelOptions(mode, process_group, reduction, grad_sync, bucket_cap_mb, precision)
+        )
         comm = Communicator(process_group, self.stats)
         error = None
         try:
@@ -219,6 +240,10 @@ class AdamW(Adam):
         reduction: str = "auto",
         grad_sync: str = "backward",
         bucket_cap_mb: float = 25,
+        master_weights: bool | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        stochastic_rounding: bool = True,
+        seed: int = 0,
     ) -> None:
         super().__init__(
             params,
@@ -238,4 +263,8 @@ class AdamW(Adam):
             reduction=reduction,
             grad_sync=grad_sync,
             bucket_cap_mb=bucket_cap_mb,
+            master_weights=master_weights,
+            state_dtype=state_dtype,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
         )

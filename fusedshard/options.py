@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fusedshard.params import Labelled, check_params
+from fusedshard.precision import Precision
 
 MODES = ("sharded", "replicated")
 REDUCTIONS = ("auto", "ordered", "backend")
@@ -25,6 +26,7 @@ class ParallelOptions:
     reduction: str
     grad_sync: str
     bucket_cap_mb: float
+    precision: Precision
 
     def check(self) -> None:
         """Raise ValueError for a value that is not among the allowed ones."""
@@ -34,6 +36,7 @@ class ParallelOptions:
         cap = self.bucket_cap_mb
         if not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
             raise ValueError(f"bucket_cap_mb: got {cap!r}, wanted a finite number above 0")
+        self.precision.check()
 
     def ordered(self, *, by_default: bool) -> bool:
         """Whether our kernel adds the ranks' gradients; "auto" leaves it to ``by_default``."""
@@ -57,6 +60,7 @@ class ParallelOptions:
             "reduction": self.reduction,
             "grad_sync": self.grad_sync,
             "bucket_cap_mb": self.bucket_cap_mb,
+            **self.precision.described(),
         }
 
 

@@ -9,9 +9,11 @@ import torch
 
 from fusedshard.kernels import SUPPORTED_DTYPES, check_device
 from fusedshard.layout import ParamSpec
+from fusedshard.native import CODE_BLOCK
+from fusedshard.precision import Precision
 
 # Complex ones are trained as twice as many reals.
-TRAINABLE_DTYPES = (*SUPPORTED_DTYPES, *(dtype.to_complex() for dtype in SUPPORTED_DTYPES))
+TRAINABLE_DTYPES = (*SUPPORTED_DTYPES, torch.complex64, torch.complex128)
 KEEP_PARAMETERS = (
     "build the optimizer after model.to(...), and copy into a parameter instead of replacing p.data"
 )
@@ -146,11 +148,21 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_quantized and not is_wrapper(tensor)
 
 
-def spec_of(index: int, param: torch.Tensor) -> ParamSpec:
-    """What the layout needs to know of parameter ``index``."""
-    kind = f"{str(param.dtype).removeprefix('torch.')}@{param.device}"
+def spec_of(index: int, param: torch.Tensor, precision: Precision) -> ParamSpec:
+    """What the layout needs to know of parameter ``index``: those with moments of different dtypes
+    are of different kinds."""
+    moments = precision.moments_of(param)
+    names = [str(dtype).removeprefix("torch.") for dtype in (param.dtype, moments)]
+    block = CODE_BLOCK if moments == torch.uint8 else 1
     itemsize = param.dtype.to_real().itemsize
-    return ParamSpec(index, param.nbytes // itemsize, kind, itemsize)
+    kind = f"{names[0]}/{names[1]}@{param.device}"
+    return ParamSpec(index, param.nbytes // itemsize, kind, itemsize, block)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often it was changed, as far as autograd has counted that; tensors of inference mode
+    count none."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def check_gradient(label: str, param: torch.Tensor) -> bool:

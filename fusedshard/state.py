@@ -18,7 +18,11 @@ from fusedshard.engine import Engine
 from fusedshard.options import ParallelOptions, check_groups
 from fusedshard.stats import Stats
 
-ARRAYS = ("step", *checkpoint.MOMENTS)  # what the engine has of a parameter's state
+ARRAYS = (
+    "step",
+    *checkpoint.MOMENTS,
+    *checkpoint.EXPONENTS,
+)  # what the engine has of a parameter's state
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -32,6 +36,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._options = options
         self._engine = None
         self._scaler_agrees = self._warned_of_scaler = False
+        self._loading: dict[str, Any] | None = None  # the state dict, until it is loaded
 
     @property
     def _built(self) -> Engine:
@@ -54,6 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state = self.state[params[index]]  # beside what the user keeps there
             if params[index] not in amsgrad and "max_exp_avg_sq" not in state:
                 arrays.pop("max_exp_avg_sq", None)
+                arrays.pop("max_exp_avg_sq_exponents", None)
             state.update(arrays)
 
     def _show_saved(self, saved: Mapping[Any, Any]) -> None:
@@ -68,7 +74,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, without communication, where this rank has all of the state: in replicated
-        mode and at world size 1.
+        mode and at world size 1. Where moments are not fp32 (fp64), or there are master weights,
+        it holds copies, as `full_state_dict` does.
 
         Raises:
             RuntimeError: in sharded mode, where this rank has only a part of it.
@@ -78,23 +85,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "state_dict: this rank holds only its shard of the state: call full_state_dict() "
                 "on every rank"
             )
-        return super().state_dict()
+        return super().state_dict() if self._built.is_plain else self._packed_full()
 
     def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
-        """The whole state as plain tensors in torch.optim.Adam's format.
+        """The whole state as plain tensors in torch.optim.Adam's format: fp32 for bf16 and fp16
+        parameters, too, whatever ``state_dtype``. Beside it, where there are master weights, the
+        key ``"master_weights"``: each one, fp32, by the parameter's number.
 
         Collective over the process group. The tensors are copies in host memory: 8 bytes a
-        parameter, and while they are gathered one flat buffer more on the device.
+        parameter (12 with master weights), and while they are gathered one flat buffer more on the
+        device.
 
         Args:
             rank0_only: only the group's first rank keeps the state; the others return ``{}``.
         """
-        moments = self._built.full_moments(keep=not rank0_only or self._built.comm.rank == 0)
-        if rank0_only and self._built.comm.rank != 0:
+        return self._packed_full(keep=not rank0_only or self._built.comm.rank == 0)
+
+    def _packed_full(self, *, keep: bool = True) -> dict[str, Any]:
+        full = self._built.full_state(keep=keep)
+        if not keep:
             return {}
 
         def fill_in(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-            checkpoint.fill_in(packed, moments)
+            checkpoint.fill_in(packed, full)
 
         # The first hook after torch has packed it: the user's own see the whole state.
         handle = self.register_state_dict_post_hook(fill_in, prepend=True)
@@ -120,6 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             nonlocal agreed
             agreed = True
             self._agree_on_state_dict(mended)
+            self._loading = mended
 
         # Registered now, it runs after all hooks of the user's, which may mend the dict.
         handle = self.register_load_state_dict_pre_hook(check)
@@ -130,6 +144,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 self._agree_on_state_dict(None, error)
             raise
         finally:
+            self._loading = None
             handle.remove()
 
     def _agree_on_state_dict(
@@ -159,13 +174,24 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group.setdefault(key, value)
             if self.defaults["decoupled_weight_decay"]:
                 group["decoupled_weight_decay"] = True
-        self._load(self._built, state["state"])
+        assert self._loading is not None
+        # As they were saved: torch has cast the moments to the parameters' dtype.
+        groups = self._loading["param_groups"]
+        keys = dict(enumerate(key for group in groups for key in group["params"]))
+        saved, masters = self._loading["state"], self._loading.get(checkpoint.MASTERS, {})
+        self._load(
+            self._built,
+            {index: saved.get(key) for index, key in keys.items()},
+            {index: masters[key] for index, key in keys.items() if key in masters},
+        )
         self._show_saved(state["state"])
 
-    def _load(self, engine: Engine, state: Mapping[Any, Any]) -> None:
-        loaded = {i: state[p] for i, p in enumerate(engine.params) if state.get(p)}
+    def _load(
+        self, engine: Engine, state: Mapping[int, Any], masters: Mapping[int, torch.Tensor]
+    ) -> None:
+        loaded = {index: values for index, values in state.items() if values}
         with torch.inference_mode(False):
-            engine.load(loaded)
+            engine.load(loaded, masters)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle, on one rank: what torch pickles, and the options without process group.
@@ -179,7 +205,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "and load it into a new optimizer"
             )
         options = replace(self._options, process_group=None)
-        return {**super().__getstate__(), "options": options}
+        pickled = {**super().__getstate__(), "options": options}
+        if self._built.is_plain:
+            return pickled
+        moments, masters = self._built.full_state()
+        numbers: dict[Any, int] = {p: index for index, p in enumerate(self._built.params)}
+        pickled["state"] = {
+            key: {
+                name: moments.get(numbers.get(key, -1), {}).get(name, value)
+                for name, value in state.items()
+                if name not in checkpoint.EXPONENTS
+            }
+            for key, state in self.state.items()
+        }
+        return {**pickled, checkpoint.MASTERS: masters}
 
     def _unpickle(self, pickled: dict[str, Any]) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -192,7 +231,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         engine = Engine(Communicator(None, self.stats), self._options)
         with torch.inference_mode(False):
             engine.admit(self.param_groups)
-        self._load(engine, pickled["state"])
+        state = {i: pickled["state"].get(param) for i, param in enumerate(engine.params)}
+        self._load(engine, state, pickled.get(checkpoint.MASTERS, {}))
         self._engine = engine
         self._show_saved(pickled["state"])
 

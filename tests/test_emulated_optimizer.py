@@ -84,7 +84,7 @@ def test_what_a_cuda_graph_uses_stays_in_its_place(emulated_module: Path) -> Non
         optimizer.step()
         engine = optimizer._built
         used = [engine.steps, engine.step_mirror, engine._tables.device_words]
-        used += [moment for flat in engine._flats for moment in flat.owned_moments().values()]
+        used += [moment.values for flat in engine._flats for moment in flat.moments.values()]
         places = [tensor.data_ptr() for tensor in used]
         optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
