@@ -1,0 +1,127 @@
+"""Mixed precision on several ranks: the same bits whatever their number and the mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mixed import (
+    BF16,
+    FORMATS,
+    FP32,
+    HYPER,
+    Formats,
+    exact_gradient,
+    make_mixed,
+    train_mixed,
+)
+from ranks import Rank, RankPool
+from training import MODES, assert_same_bits, backward
+
+import fusedshard
+
+each_mode = pytest.mark.parametrize("mode", MODES)
+MASTERED = Formats(None, FP32, True)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[Formats, Any]:
+    """What one rank gets."""
+    return {formats: train_mixed(None, formats) for formats in FORMATS}
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+@each_mode
+def test_bits_do_not_depend_on_the_number_of_ranks(
+    ranks: RankPool, alone: dict[Formats, Any], mode: str, formats: Formats
+) -> None:
+    for world_size in (2, 3):
+        for outcome in ranks.run(world_size, _train, mode, formats):
+            assert_same_bits(outcome, alone[formats])
+
+
+def _train(rank: Rank, mode: str, formats: Formats) -> Any:
+    return train_mixed(rank, formats, mode=mode)
+
+
+@pytest.mark.parametrize("grad_sync", ["step", "external"])
+@pytest.mark.parametrize("reduction", ["ordered", "backend"])
+@each_mode
+def test_bits_do_not_depend_on_the_way_of_the_gradients(
+    ranks: RankPool, alone: dict[Formats, Any], mode: str, reduction: str, grad_sync: str
+) -> None:
+    for outcome in ranks.run(3, _train_by, mode, reduction, grad_sync):
+        assert_same_bits(outcome, alone[MASTERED])
+
+
+def _train_by(rank: Rank, mode: str, reduction: str, grad_sync: str) -> Any:
+    options = {"mode": mode, "reduction": reduction, "grad_sync": grad_sync}
+    if grad_sync == "external":  # every rank has the mean
+        return _train_on_means(rank, **options)
+    return train_mixed(rank, MASTERED, bucket_cap_mb=0.05, **options)
+
+
+def _train_on_means(rank: Rank, **options: Any) -> Any:
+    params = make_mixed(seed=rank.rank)
+    optimizer = fusedshard.AdamW(params, process_group=rank.group, **HYPER, **options)
+    for step in range(4):
+        for index, param in enumerate(params):
+            param.grad = exact_gradient(param, step, index, 0, 1)
+        optimizer.step()
+    return [p.detach().clone() for p in params], optimizer.full_state_dict()
+
+
+def test_other_random_numbers_for_other_seeds_and_none_without_rounding() -> None:
+    formats = Formats(None, BF16, True)
+    first, again, other = (train_mixed(None, formats, seed=seed) for seed in (0, 0, 1))
+    assert_same_bits(first, again)
+    moments = [outcome[1]["state"][0]["exp_avg"] for outcome in (first, other)]
+    assert not torch.equal(*moments)
+    assert (moments[0] - moments[1]).abs().max() <= moments[0].abs().max() / 50
+
+
+@each_mode
+def test_the_mean_is_fp32_and_p_grad_shows_its_rounding(ranks: RankPool, mode: str) -> None:
+    """1, 256 and 2: a sum that is rounded to bf16 at every hop loses the 1."""
+    for exp_avg, grad in ranks.run(3, _mean, mode):
+        assert exp_avg == pytest.approx(0.1 * (1 + 256 + 2) / 3, rel=1e-6)
+        assert grad == (86.5 if mode == "replicated" else None)
+
+
+def _mean(rank: Rank, mode: str) -> tuple[float, float | None]:
+    param = torch.nn.Parameter(torch.zeros(3, dtype=BF16))
+    optimizer = fusedshard.AdamW([param], mode=mode, process_group=rank.group)
+    backward([param], [torch.full((3,), (1.0, 256.0, 2.0)[rank.rank], dtype=BF16)])
+    assert param.grad is not None
+    grad = param.grad[0].item() if mode == "replicated" else None
+    optimizer.step()
+    return optimizer.full_state_dict()["state"][0]["exp_avg"][0].item(), grad
+
+
+@pytest.mark.parametrize("edit", ["multiplied", "clipped", "replaced", "clipped by us"])
+def test_an_edit_of_the_mean_counts_in_replicated_mode(ranks: RankPool, edit: str) -> None:
+    """That of another parameter stays what bf16 has not: 6.015625, of which ``p.grad`` shows 6."""
+    for exp_avg, untouched in ranks.run(2, _edit, edit):
+        assert exp_avg == pytest.approx(0.1 * 3, rel=1e-6)
+        assert untouched == pytest.approx(0.1 * 6.015625, rel=1e-6)
+
+
+def _edit(rank: Rank, edit: str) -> tuple[float, float]:
+    params = [torch.nn.Parameter(torch.zeros(1, dtype=BF16)) for _ in range(2)]
+    optimizer = fusedshard.AdamW(params, mode="replicated", process_group=rank.group)
+    param, own = params[0], torch.tensor([(6.0, 6.03125)[rank.rank]], dtype=BF16)
+    backward(params, [own, own])
+    assert param.grad is not None and param.grad.item() == 6.0
+    if edit == "multiplied":
+        param.grad.mul_(0.5)
+    elif edit == "clipped":
+        torch.nn.utils.clip_grad_norm_([param], 3.0)
+    elif edit == "replaced":
+        param.grad = torch.full_like(param, 3.0)
+    else:
+        optimizer.clip_grad_norm_(3.0, parameters=[param])
+        assert param.grad.item() == 3.0
+    optimizer.step()
+    state = optimizer.full_state_dict()["state"]
+    return state[0]["exp_avg"].item(), state[1]["exp_avg"].item()
