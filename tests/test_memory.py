@@ -51,6 +51,7 @@ def test_sharded_memory_adds_up(ranks: RankPool, world_size: int) -> None:
         assert memory == {
             "parameters": 4 * padded,
             "moments": 8 * padded // world_size,
+            "masters": 0,
             "reduced": 4 * padded // world_size,
             "send": 2 * 4 * largest,
             "receive": 2 * 4 * largest * (world_size - 1) // world_size,

@@ -56,7 +56,7 @@ def test_bits_do_not_depend_on_the_way_of_the_gradients(
 
 
 def _train_by(rank: Rank, mode: str, reduction: str, grad_sync: str) -> Any:
-    options = {"mode": mode, "reduction": reduction, "grad_sync": grad_sync}
+    options: dict[str, Any] = {"mode": mode, "reduction": reduction, "grad_sync": grad_sync}
     if grad_sync == "external":  # every rank has the mean
         return _train_on_means(rank, **options)
     return train_mixed(rank, MASTERED, bucket_cap_mb=0.05, **options)
