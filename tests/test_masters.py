@@ -237,7 +237,7 @@ WRONG_MASTERS = {
     "kind": ([1.0], "master_weights is a list in the state dict, wanted a tensor"),
     "complex": (
         torch.ones(NUMEL, dtype=torch.complex64),
-        "complex64 in the state dict, which does",
+        "master_weights is torch.complex64 in",
     ),
 }
 
