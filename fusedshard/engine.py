@@ -299,13 +299,8 @@ class Engine(Holdings):
         self._make_room_for_amsgrad([group.amsgrad for group in groups])
         with self.comm.stats.phase("update"):
             if not self._reads_shards:
-                wide = [
-                    g is not None and g.dtype != p.dtype
-                    for g, p in zip(grads, self.params, strict=True)
-                ]
-                self._tables.point_at_params(gradient_addresses(grads), integers(wide))
-            for flat in self._flats:
-                flat.refresh_masters(self.params, used)
+                self._tables.point_at_params(gradient_addresses(grads), self._wide(grads))
+            self._refresh_masters(used)
             self._tables.set_used(integers(used))
             self._tables.set_groups(groups)
             self._tables.upload()
@@ -335,6 +330,19 @@ class Engine(Holdings):
         if self._hooks is not None:
             self._hooks.next_cycle()
         return used
+
+    def _wide(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """Which gradients are fp32 although their parameters are not: 1 for each, else 0."""
+        if not self._mean_places:
+            return None
+        pairs = zip(grads, self.params, strict=True)
+        return integers([grad is not None and grad.dtype != p.dtype for grad, p in pairs])
+
+    def _refresh_masters(self, used: Sequence[int]) -> None:
+        for flat in self._flats:
+            if flat.has_stale_masters(self.params, used):
+                self._check_not_captured("master weights: are renewed")
+                flat.refresh_masters(self.params, used)
 
     def _used_buckets(self, used: Sequence[int]) -> list[BucketMemory]:
         """The buckets that hold a used parameter, in the order of exchange."""

@@ -175,6 +175,10 @@ class FlatBuffer:
         assert self.reduced is not None
         return view_as_param(self.reduced, slot, like)
 
+    def has_stale_masters(self, params: Sequence[torch.Tensor], used: Sequence[int]) -> bool:
+        """Whether `refresh_masters` has anything to do."""
+        return self.masters is not None and self.masters.is_stale(self._versions(params, used))
+
     def refresh_masters(
         self, params: Sequence[torch.Tensor], used: Sequence[int] | None = None
     ) -> None:

@@ -120,6 +120,12 @@ class Masters:
             else:
                 kept.copy_(param)
 
+    def is_stale(self, versions: Mapping[int, int]) -> bool:
+        """Whether `refresh` has anything to do."""
+        return not self._loaded.keys().isdisjoint(versions) or any(
+            self._was_changed(index, version) for index, version in versions.items()
+        )
+
     def refresh(
         self, versions: Mapping[int, int], pieces: Mapping[int, Sequence[Piece]], *, keep: bool
     ) -> None:
@@ -135,7 +141,7 @@ class Masters:
                 self._take_loaded(index)
                 if not keep:
                     del self._loaded[index]
-            elif self._is_remainder and version != self._versions.get(index, version):
+            elif self._was_changed(index, version):
                 self.reset(index, pieces.get(index, ()))
         self.note(versions)
 
@@ -147,6 +153,9 @@ class Masters:
         """All but the versions, which are those of other tensors."""
         self.values.copy_(other.values)
         self._loaded = {index: list(loaded) for index, loaded in other._loaded.items()}
+
+    def _was_changed(self, index: int, version: int) -> bool:
+        return self._is_remainder and version != self._versions.get(index, version)
 
     def _take_loaded(self, index: int) -> None:
         for piece, master in self._loaded[index]:

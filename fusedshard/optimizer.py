@@ -171,8 +171,9 @@ class Adam(AveragingOptimizer):
 
     def memory(self) -> dict[str, int]:
         """Bytes on this rank, padding included: ``parameters`` (flat, in place of the model's
-        own), ``moments``, ``reduced`` (the averaged gradient of what this rank owns), ``send``
-        and ``receive`` (wire buffers, made at the first step)."""
+        own), ``moments``, ``masters`` (what is kept of 16-bit parameters beside them), ``reduced``
+        (the averaged gradient of what this rank owns), ``send`` and ``receive`` (wire buffers,
+        made at the first step)."""
         return self._built.memory()
 
     @torch.compiler.disable

@@ -125,3 +125,32 @@ def _edit(rank: Rank, edit: str) -> tuple[float, float]:
     optimizer.step()
     state = optimizer.full_state_dict()["state"]
     return state[0]["exp_avg"].item(), state[1]["exp_avg"].item()
+
+
+@pytest.mark.parametrize(
+    ("mode", "reduction", "wanted"),
+    [
+        ("sharded", "ordered", {"all_to_all": 2, "all_gather": 2}),
+        ("sharded", "backend", {"reduce_scatter": 4, "all_gather": 2}),
+        ("replicated", "ordered", {"all_to_all": 2, "all_gather": 4}),
+        ("replicated", "backend", {"all_reduce": 8}),
+    ],
+)
+def test_bytes_on_the_wire(
+    ranks: RankPool, mode: str, reduction: str, wanted: dict[str, int]
+) -> None:
+    """Of each bf16 parameter, to N - 1 of N ranks: 16-bit gradients, but fp32 means, and fp32 where
+    a backend adds."""
+    numel = 3 << 16
+    for sent in ranks.run(3, _sent, mode, reduction, numel):
+        assert sent == {name: size * numel * 2 // 3 for name, size in wanted.items()}
+
+
+def _sent(rank: Rank, mode: str, reduction: str, numel: int) -> dict[str, int]:
+    param = torch.nn.Parameter(torch.ones(numel, dtype=BF16))
+    optimizer = fusedshard.AdamW([param], mode=mode, reduction=reduction, process_group=rank.group)
+    optimizer.stats.reset()
+    backward([param], [torch.ones_like(param)])
+    optimizer.step()
+    sent = optimizer.stats.sent_bytes
+    return {name: count for name, count in sent.items() if name not in ("status", "broadcast")}
