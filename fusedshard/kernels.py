@@ -145,10 +145,10 @@ def mean_(out: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
     """
     if not chunks:
         raise ValueError("chunks: got none, wanted at least one")
-    dtype = chunks[0].dtype
+    dtype, device = chunks[0].dtype, chunks[0].device
     for index, chunk in enumerate(chunks):
-        backend = _check(f"chunks[{index}]", chunk, dtype, out.numel(), out.device)
-    _check_like("out", out, wide_dtype(dtype), out.numel(), out.device)
+        backend = _check(f"chunks[{index}]", chunk, dtype, out.numel(), device)
+    _check_like("out", out, wide_dtype(dtype), out.numel(), device)
     backend.mean(out, chunks)
 
 

@@ -44,7 +44,7 @@ def adam_reference_(
     what the kernel's bits must be, and on fp64 tensors it is the reference for errors. Scalars
     are computed in double and rounded once by torch.
     """
-    param, exp_avg, exp_avg_sq, max_exp_avg_sq = state
+    param, exp_avg, exp_avg_sq, max_exp_avg_sq = state[:4]
     assert isinstance(group.beta1, float) and isinstance(group.beta2, float)
     grad = grad * grad_scale
     if group.maximize:
@@ -129,18 +129,31 @@ def ordered_mean(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
     return total / torch.full_like(total, len(chunks))
 
 
+EXPONENTS = tuple(f"exponents of {name}" for name in AdamState._fields[1:4])
+# What to compare numbers of so many bytes as.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether two fp32 or fp64 tensors are equal byte for byte; NaN equals any NaN, since its
+    """Whether two tensors of one dtype are equal byte for byte; NaN equals any NaN, since its
     payload is the processor's choice."""
-    integers = {torch.float32: torch.int32, torch.float64: torch.int64}[ours.dtype]
+    assert ours.dtype == theirs.dtype
+    integers = INTEGERS[ours.itemsize]
     equal = ours.view(integers) == theirs.view(integers)
     return bool((equal | (ours.isnan() & theirs.isnan())).all())
 
 
+def arrays_of(state: AdamState) -> dict[str, torch.Tensor]:
+    """All arrays that a state has, by name."""
+    named = [*zip(AdamState._fields[:5], state[:5], strict=True)]
+    named += zip(EXPONENTS, state.exponents, strict=True)
+    return {name: array for name, array in named if isinstance(array, torch.Tensor)}
+
+
 def same_state(ours: AdamState, theirs: AdamState) -> bool:
     """Whether all arrays of two states are equal byte for byte."""
-    pairs = zip(ours, theirs, strict=True)
-    return all(a is b is None or same_bits(a, b) for a, b in pairs)  # type: ignore[arg-type]
+    our, their = arrays_of(ours), arrays_of(theirs)
+    return our.keys() == their.keys() and all(same_bits(our[name], their[name]) for name in our)
 
 
 if __name__ == "__main__":
