@@ -49,7 +49,7 @@ SANITIZE: Mapping[str | None, tuple[str, ...]] = {
 DEVICE_OPTIONS = {**SANITIZE, "thread": ("-DEMULATION_TSAN",)}
 
 
-def _compiler() -> list[str]:
+def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX") or "g++")
 
 
@@ -112,7 +112,7 @@ class _Builder:
         return found
 
     def _compile(self, part: _Compile) -> Path:
-        command = [*_compiler(), *OPTIONS, *ARITHMETIC, *part.options, "-I."]
+        command = [*compiler(), *OPTIONS, *ARITHMETIC, *part.options, "-I."]
         included = sorted(self._included(part.source).items())
         target = self.folder / f"{part.source}-{_digest(command, included)}.o"
         if not target.exists():
@@ -126,7 +126,7 @@ class _Builder:
             objects = list(compilers.map(self._compile, parts))
         target = self.folder / f"{name}-{_digest(objects, options)}{suffix}"
         if not target.exists():
-            _run([*_compiler(), *options, *objects, "-o", target], self.folder)
+            _run([*compiler(), *options, *objects, "-o", target], self.folder)
         return target
 
 
@@ -171,10 +171,10 @@ def build_driver(
 
 def _library(name: str) -> str:
     """A library that comes with the compiler."""
-    command = [*_compiler(), f"-print-file-name={name}"]
+    command = [*compiler(), f"-print-file-name={name}"]
     path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not os.path.isabs(path):
-        raise RuntimeError(f"{_compiler()[0]} has no {name}")
+        raise RuntimeError(f"{compiler()[0]} has no {name}")
     return path
 
 
