@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,8 @@ ARRAYS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def state_of(numel: int = NUMEL) -> AdamState:
-    return AdamState(*(torch.rand(numel) for _ in range(4)))
+    param, exp_avg, exp_avg_sq, max_exp_avg_sq = torch.rand(4, numel).unbind()
+    return AdamState(param, exp_avg, exp_avg_sq, max_exp_avg_sq)
 
 
 GRADIENT = torch.ones(100)
@@ -82,7 +84,8 @@ def run(state: AdamState, table: SegmentTable, **options: torch.Tensor) -> None:
 def test_adam_refuses_an_array(name: str, wrong: str) -> None:
     change, kind, message = WRONG_BESIDE_OTHERS[wrong]
     state = state_of()
-    given = state._replace(**{name: change(getattr(state, name))})
+    changed: dict[str, Any] = {name: change(getattr(state, name))}
+    given = state._replace(**changed)
     if name == "param" and wrong == "length":
         name, message = "exp_avg", "got 6 elements, wanted 5"
     if name == "param" and wrong == "double":
@@ -96,7 +99,8 @@ def test_adam_refuses_an_array(name: str, wrong: str) -> None:
 
 
 def test_adam_refuses_an_unknown_dtype_of_all() -> None:
-    state = AdamState(*(array.int() for array in arrays_of(state_of()).values()))
+    integer: dict[str, Any] = {name: array.int() for name, array in arrays_of(state_of()).items()}
+    state = AdamState(**integer)
     with refused("param", TypeError, "got torch.int32, wanted torch.float32 or torch.float64"):
         run(state, table_of(NUMEL))
 
@@ -151,7 +155,7 @@ def test_a_table_of_another_device_is_refused() -> None:
         pack_(torch.zeros(NUMEL), table)
 
 
-@pytest.mark.parametrize("wrong", {**WRONG, "double": DOUBLE, "narrow": NARROW})
+@pytest.mark.parametrize("wrong", [*WRONG, "double", "narrow"])
 def test_mean_refuses_out(wrong: str) -> None:
     change, kind, message = WRONG_BESIDE_OTHERS[wrong]
     with refused("out", kind, message):
