@@ -1,29 +1,8 @@
-// The fused update on a GPU: one launch for a bucket, whatever the number of its segments. The
-// arithmetic is adam.h's.
-#include "launch.cuh"
+// The fused update on a GPU. The arithmetic is adam.h's.
+#include "adam_tiles.cuh"
 
 namespace fusedshard {
 namespace {
-
-template <typename T>
-struct Work {
-  Segment segment;
-  bool amsgrad;
-  AdamScalars<T> scalars;
-};
-
-template <typename T>
-__device__ Work<T> prepare(const Segment& segment, const AdamTable& table,
-                           const AdamControl& control) {
-  Work<T> work{segment, false, {}};
-  if (segment.active == 0) return work;
-  const Group group = table.groups[segment.group];
-  const double on_device = control.device_grad_scale == nullptr ? 1.0 : *control.device_grad_scale;
-  work.amsgrad = group.amsgrad != 0.0;
-  work.scalars =
-      adam_scalars<T>(group, table.steps[segment.param] + 1, control.grad_scale * on_device);
-  return work;
-}
 
 // Two fp64 elements a thread leave no registers for the scalars while it divides: a barrier to the
 // compiler makes it read them from shared memory again, where it would otherwise spill.
@@ -85,24 +64,17 @@ __device__ __forceinline__ void update_tile(const AdamArrays<T>& arrays, const W
 template <typename T, bool kHasMax>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     adam_kernel(AdamArrays<T> arrays, AdamTable table, AdamControl control, bool together) {
-  if (control.found_inf != nullptr && *control.found_inf != 0.0f) return;
+  if (skipped(control)) return;
   __shared__ Work<T> work;
-  int32_t prepared = -1;
-  for (int64_t t = blockIdx.x; t < table.tile_count; t += gridDim.x) {
-    const Tile tile = table.tiles[t];
-    if (tile.segment != prepared) {
-      __syncthreads();  // the others may still read the last segment's
-      if (threadIdx.x == 0) work = prepare<T>(table.rows[tile.segment], table, control);
-      __syncthreads();
-      prepared = tile.segment;
-    }
-    if (work.segment.active == 0) continue;
-    if (kHasMax && work.amsgrad) {
-      update_tile<T, true>(arrays, work, tile.index, together);
-    } else {
-      update_tile<T, false>(arrays, work, tile.index, together);
-    }
-  }
+  for_tiles(
+      work, table, [&](const Segment& row) { return prepare<T>(row, table, control); },
+      [&](int32_t tile) {
+        if (kHasMax && work.amsgrad) {
+          update_tile<T, true>(arrays, work, tile, together);
+        } else {
+          update_tile<T, false>(arrays, work, tile, together);
+        }
+      });
 }
 
 }  // namespace

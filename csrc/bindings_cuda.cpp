@@ -1,7 +1,10 @@
 // As bindings.cpp, for the CUDA kernels: every call ends with the device's number and the stream.
 #include "bindings_cuda.h"
 
+#include <pybind11/stl.h>
+
 #include "address.h"
+#include "arrays.h"
 #include "device.h"
 #include "kernels_cuda.h"
 
@@ -12,21 +15,37 @@ namespace {
 
 Stream to_stream(int device, int64_t handle) { return {device, at<void>(handle)}; }
 
+AdamTable to_table(int64_t rows, int64_t tiles, int64_t tile_count, int64_t steps, int64_t groups) {
+  return {at<const Segment>(rows), at<const Tile>(tiles), tile_count, at<const int64_t>(steps),
+          at<const Group>(groups)};
+}
+
+AdamControl to_control(double grad_scale, int64_t device_grad_scale, int64_t found_inf) {
+  return {grad_scale, at<const double>(device_grad_scale), at<const float>(found_inf)};
+}
+
 template <typename T>
 void adam(int64_t param, int64_t exp_avg, int64_t exp_avg_sq, int64_t max_exp_avg_sq, int64_t rows,
           int64_t tiles, int64_t tile_count, int64_t steps, int64_t groups, double grad_scale,
           int64_t device_grad_scale, int64_t found_inf, int device, int64_t stream) {
   adam_cuda<T>({at<T>(param), at<T>(exp_avg), at<T>(exp_avg_sq), at<T>(max_exp_avg_sq)},
-               {at<const Segment>(rows), at<const Tile>(tiles), tile_count,
-                at<const int64_t>(steps), at<const Group>(groups)},
-               {grad_scale, at<const double>(device_grad_scale), at<const float>(found_inf)},
-               to_stream(device, stream));
+               to_table(rows, tiles, tile_count, steps, groups),
+               to_control(grad_scale, device_grad_scale, found_inf), to_stream(device, stream));
+}
+
+void adam_mixed(int64_t param, int64_t master, const MomentAddresses& moments,
+                const Formats& formats, int64_t seed, int64_t rows, int64_t tiles,
+                int64_t tile_count, int64_t steps, int64_t groups, double grad_scale,
+                int64_t device_grad_scale, int64_t found_inf, int device, int64_t stream) {
+  adam_mixed_cuda(mixed_arrays(param, master, moments, formats, seed),
+                  to_table(rows, tiles, tile_count, steps, groups),
+                  to_control(grad_scale, device_grad_scale, found_inf), to_stream(device, stream));
 }
 
 template <typename T>
 void mean(int64_t out, int64_t chunks, int64_t stride, int64_t n, int64_t length, int device,
           int64_t stream) {
-  mean_cuda<T>(at<T>(out), at<const T>(chunks), stride, n, length, to_stream(device, stream));
+  mean_cuda<T>(at<Wide<T>>(out), at<const T>(chunks), stride, n, length, to_stream(device, stream));
 }
 
 template <typename T>
@@ -61,22 +80,29 @@ void count_steps(int64_t steps, int64_t step_mirror, int64_t used, int64_t count
                    at<const float>(found_inf), to_stream(device, stream));
 }
 
+// A launch waits where the stream's queue is full.
+const py::call_guard<py::gil_scoped_release> released;
+
+template <typename T>
+void def_reductions(py::module_& module, const std::string& suffix) {
+  module.def(("mean_" + suffix).c_str(), &mean<T>, released);
+  module.def(("square_sum_" + suffix).c_str(), &square_sum<T>, released);
+  module.def(("found_inf_" + suffix).c_str(), &set_found_inf<T>, released);
+}
+
 }  // namespace
 
 void bind_cuda(py::module_& module) {
-  // A launch waits where the stream's queue is full.
-  const py::call_guard<py::gil_scoped_release> released;
   module.attr("TILE_ELEMENTS") = kTileElements;
   module.def("device_problem", &cuda_device_problem);
   module.def("square_sum_workspace", &square_sum_workspace);
   module.def("adam_f32", &adam<float>, released);
   module.def("adam_f64", &adam<double>, released);
-  module.def("mean_f32", &mean<float>, released);
-  module.def("mean_f64", &mean<double>, released);
-  module.def("square_sum_f32", &square_sum<float>, released);
-  module.def("square_sum_f64", &square_sum<double>, released);
-  module.def("found_inf_f32", &set_found_inf<float>, released);
-  module.def("found_inf_f64", &set_found_inf<double>, released);
+  module.def("adam_mixed", &adam_mixed, released);
+  def_reductions<float>(module, "f32");
+  def_reductions<double>(module, "f64");
+  def_reductions<BFloat16>(module, "bf16");
+  def_reductions<Half>(module, "f16");
   module.def("pack", &pack, released);
   module.def("unpack", &unpack, released);
   module.def("write_words", &write_words, released);

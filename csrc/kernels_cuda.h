@@ -34,9 +34,15 @@ template <typename T>
 void adam_cuda(const AdamArrays<T>& arrays, const AdamTable& table, const AdamControl& control,
                const Stream& stream);
 
-// out[i] = (chunks[i] + chunks[i + stride] + ...) / n, added in that order; out may be one of them.
+// All arrays of it begin at 16-byte boundaries, but gradients, which may lie anywhere. Segments
+// begin at multiples of 8 elements, with codes of kCodeBlock elements.
+void adam_mixed_cuda(const MixedArrays& arrays, const AdamTable& table, const AdamControl& control,
+                     const Stream& stream);
+
+// out[i] = (chunks[i] + chunks[i + stride] + ...) / n, added in that order; out may be one of them
+// where it is of their type.
 template <typename T>
-void mean_cuda(T* out, const T* chunks, int64_t stride, int64_t n, int64_t length,
+void mean_cuda(Wide<T>* out, const T* chunks, int64_t stride, int64_t n, int64_t length,
                const Stream& stream);
 
 // Doubles that square_sum_cuda wants to work in, at least 1.

@@ -81,17 +81,22 @@ void launch(const char* name, void (*kernel)(P...), int64_t wanted, const Stream
 
 inline int64_t blocks_for(int64_t work, int64_t each) { return (work + each - 1) / each; }
 
-// What one access moves.
+// What one access moves: as many bytes of codes as belong to 16 bytes of 16-bit numbers.
 template <typename T>
-struct alignas(kVectorBytes) Vector {
-  static constexpr int kWidth = kVectorBytes / sizeof(T);
+constexpr int kAccessBytes = sizeof(T) == 1 ? kVectorBytes / 2 : kVectorBytes;
+
+template <typename T>
+struct alignas(kAccessBytes<T>) Vector {
+  static constexpr int kWidth = kAccessBytes<T> / sizeof(T);
   T at[kWidth];
 };
 
 // CUDA's own vector type of it.
 template <typename T>
-using Packed = std::conditional_t<std::is_same_v<T, float>, float4,
-                                  std::conditional_t<std::is_same_v<T, double>, double2, uint4>>;
+using Packed =
+    std::conditional_t<std::is_same_v<T, float>, float4,
+                       std::conditional_t<std::is_same_v<T, double>, double2,
+                                          std::conditional_t<sizeof(T) == 1, uint2, uint4>>>;
 
 template <typename T>
 __host__ __device__ __forceinline__ int64_t elements_to_alignment(const T* pointer) {

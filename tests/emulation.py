@@ -31,7 +31,7 @@ SEED = "FUSEDSHARD_EMULATION_SEED"
 # A text to replace in a source: file name, old text (which must be there once), new text.
 Change = tuple[str, str, str]
 
-KERNELS = ("adam", "reduce", "pack", "table")
+KERNELS = ("adam", "mixed", "reduce", "pack", "table")
 CPU_KERNELS = ("dispatch_cpu.cpp", "kernels_cpu.cpp", "pack_cpu.cpp")
 DEVICES = ("block.cpp", "fiber.cpp", "runtime.cpp")
 
@@ -149,10 +149,8 @@ def build(folder: Path, sanitizer: str | None = None, changes: Sequence[Change] 
     python = tuple(f"-I{path}" for path in includes)
     sanitize = SANITIZE[sanitizer]
     parts = [_Compile(source, python) for source in ("module.cpp", "bindings_cuda.cpp")]
-    parts += [
-        _Compile(f"{kernel}_cuda.cu", (*sanitize, *ARCHITECTURES))
-        for kernel in (*KERNELS, "device")
-    ]
+    parts += [_Compile(f"{kernel}_cuda.cu", sanitize) for kernel in KERNELS]
+    parts += [_Compile("device_cuda.cu", (*sanitize, *ARCHITECTURES))]
     parts += _devices(sanitizer)
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     return _Builder(folder, changes).link(parts, MODULE, "-shared", *sanitize, suffix=suffix)

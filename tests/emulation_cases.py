@@ -45,18 +45,27 @@ class Fault:
     seed: int | None = None
 
 
-LAUNCH, ADAM, REDUCE = "launch.cuh", "adam_cuda.cu", "reduce_cuda.cu"
+LAUNCH, TILES, REDUCE = "launch.cuh", "adam_tiles.cuh", "reduce_cuda.cu"
+MIXED, FORMATS = "mixed_cuda.cu", "mixed_formats.cuh"
 VECTORS = (LAUNCH, "i < span.tail;", "i <= span.tail;")
 NO_TAIL = (LAUNCH, "(span.end - span.tail)", "0")
 NO_LEAD = (LAUNCH, "static_cast<int64_t>((kVectorBytes - past) / sizeof(T))", "0")
-BEFORE = (ADAM, "__syncthreads();  // the others may still read the last segment's", "")
-AFTER = (ADAM, "__syncthreads();\n      prepared", "prepared")
-TWO_BARRIERS = "if (threadIdx.x < 128) __syncthreads();\n else __syncthreads();\n prepared"
+BEFORE = (TILES, "__syncthreads();  // the others may still read the last segment's", "")
+AFTER = (TILES, "__syncthreads();\n    }", "}")
+TWO_BARRIERS = "if (threadIdx.x < 128) __syncthreads();\n else __syncthreads();\n }"
 SOME_THREADS = (REDUCE, "if (__syncthreads_or(", "if (threadIdx.x < 200 && __syncthreads_or(")
 SHUFFLE = "sums[k] += __shfl_down_sync(0xffffffffu, sums[k], half);"
 NEARER = (REDUCE, SHUFFLE, SHUFFLE.replace("half", "half / 2"))
 NO_LAST_LANE = (REDUCE, SHUFFLE, SHUFFLE.replace("0xf", "0x7"))
 HALF_A_WARP = (REDUCE, SHUFFLE, f"if (lane < 16) {SHUFFLE}")
+WHOLE_WARP = (FORMATS, "lanes = kBlockThreads / 2", "lanes = kWarp / 2")
+MIXED_SHUFFLE = "const int32_t other = __shfl_xor_sync(0xffffffffu, largest, lanes);"
+ALONE = (FORMATS, MIXED_SHUFFLE, f"if (largest == 0) continue; {MIXED_SHUFFLE}")
+LEAVE = (MIXED, "place.in_segment - lane * kEach >=", "place.in_segment >=")
+NO_WARP_BARRIER = (FORMATS, "__syncwarp();", "")
+NO_MIXED_TAIL = (FORMATS, "if (present >= kEach) {", "if (present > 0) {")
+ANYWHERE = (FORMATS, "aligned(from)", "true")
+OTHER_WORDS = (FORMATS, "random_words(key, first / 2 + k / 2)", "random_words(key, first / 2)")
 
 FAULTS = {
     "pack: a vector too many": Fault("pack", VECTORS, "heap-buffer-overflow", "address"),
@@ -69,6 +78,13 @@ FAULTS = {
     "no barrier after, values": Fault("adam", AFTER, "adam fp32"),
     "two barriers": Fault("adam", (*AFTER[:2], TWO_BARRIERS), "threads wait at different barriers"),
     "barrier of some": Fault("reduce", SOME_THREADS, "after 56 of 256 threads have returned"),
+    "mixed: codes by a warp's exponent": Fault("mixed", WHOLE_WARP, "exponents"),
+    "mixed: an exponent without its lanes": Fault("mixed", ALONE, "meet in different calls"),
+    "mixed: threads that leave a warp": Fault("mixed", LEAVE, "waiting in __shfl_xor_sync"),
+    "mixed: no warp barrier": Fault("mixed", NO_WARP_BARRIER, "data race", "thread"),
+    "mixed: a vector in a tail": Fault("mixed", NO_MIXED_TAIL, "heap-buffer-overflow", "address"),
+    "mixed: vectors of any gradient": Fault("mixed", ANYWHERE, "misaligned address", "address"),
+    "mixed: words of another element": Fault("mixed", OTHER_WORDS, "stochastic"),
     "shuffle of nearer lanes": Fault("reduce", NEARER, "square_sum"),
     "shuffle without a lane": Fault("reduce", NO_LAST_LANE, "not in the mask 0x7fffffff"),
     "shuffle of half a warp": Fault("reduce", HALF_A_WARP, "waiting in __shfl_down_sync"),
@@ -84,7 +100,7 @@ def test_planted_faults(folder: Path, name: str) -> None:
     assert fault.expected in output
 
 
-# An update of 20 segments, as Python asks for it. argv: the module, and the words to write into an
+# Updates of 20 segments, as Python asks for them. argv: the module, and the words to write into an
 # array of 64.
 PROGRAM = f"""
 import sys
@@ -92,15 +108,21 @@ from pathlib import Path
 sys.path.insert(0, {str(emulation.ROOT / "tests")!r})
 import emulation, torch
 module = emulation.load(Path(sys.argv[1]))
-param, grad, exp_avg, exp_avg_sq = torch.rand(4, 20_000)
-rows = torch.tensor([[i * 1000, 1000, grad.data_ptr() + i * 4000, 1, 0, 0] for i in range(20)])
+param, grad, exp_avg, exp_avg_sq = torch.rand(4, 20 * 1024)
+rows = [[i * 1024, 1000, grad.data_ptr() + i * 4096, 1, 0, 0, 0, 0] for i in range(20)]
+rows = torch.tensor(rows)
 tiles = torch.tensor([[i, 0] for i in range(20)], dtype=torch.int32)
 groups = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.01, 1, 0, 0]], dtype=torch.float64)
 steps, expected = torch.tensor([3]), param.clone()
 state = [array.data_ptr() for array in (param, exp_avg, exp_avg_sq)]
-table = [rows.data_ptr(), tiles.data_ptr(), len(tiles), steps.data_ptr(), groups.data_ptr()]
-module.adam_f32(*state, 0, *table, 1.0, 0, 0, 0, 0)
-assert (param != expected).all()
+rest = [rows.data_ptr(), tiles.data_ptr(), len(tiles), steps.data_ptr(), groups.data_ptr()]
+rest += [1.0, 0, 0, 0, 0]
+module.adam_f32(*state, 0, *rest)
+assert (param != expected).view(20, 1024)[:, :1000].all()
+codes, exponents = torch.zeros(2, 20 * 1024).byte(), torch.zeros(2, 160).byte()
+moments = [[c.data_ptr(), e.data_ptr()] for c, e in zip(codes, exponents)] + [[0, 0]]
+module.adam_mixed(param.data_ptr(), 0, moments, [1, 0, 5, 1], 7, *rest)
+assert codes.view(2, 20, 1024)[:, :, :1000].all() and exponents.all()
 words, written = torch.arange(100), torch.zeros(64, dtype=torch.int64)
 module.write_words(written.data_ptr(), words.data_ptr(), int(sys.argv[2]), 0, 0)
 print("done")

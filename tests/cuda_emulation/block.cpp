@@ -18,8 +18,6 @@ dim3 gridDim;
 namespace emulation {
 namespace {
 
-constexpr unsigned kWarp = 32;
-
 enum class State { kReady, kAtBarrier, kAtShuffle, kReturned };
 
 struct Thread {
@@ -40,6 +38,7 @@ struct Thread {
   bool vote = false;
   unsigned mask = 0;
   unsigned source_lane = 0;
+  unsigned warp_meetings = 0;
   uint64_t bits = 0;
   uint64_t result = 0;
 };
@@ -53,9 +52,9 @@ uint64_t block_epoch = 0;
 unsigned returned = 0;
 unsigned at_barrier = 0;
 unsigned barriers_passed = 0;
-// What hands writes on from one thread to others. Two for barriers, in turns: a thread may reach
-// the next one before the others have left the last.
-char start_token, end_token, barrier_tokens[2];
+// What hands writes on from one thread to others. Two for barriers, also of a warp, in turns: a
+// thread may reach the next one before the others have left the last.
+char start_token, end_token, barrier_tokens[2], warp_tokens[kWarp][2];
 
 [[noreturn]] __attribute__((format(printf, 2, 3))) void fail(Where where, const char* format, ...) {
   std::fprintf(stderr, "emulated device: %s:%d: block %u, thread %u: ", where.file, where.line,
@@ -109,6 +108,10 @@ void shuffle_if_all_came(unsigned first_of_warp, unsigned mask, Where where) {
     }
     const Thread& thread = *threads[index];
     if (thread.state != State::kAtShuffle) return;
+    if (thread.where.line != where.line) {
+      fail(where, "lanes of a warp meet in different calls, lane %u in %s at %s:%d", lane,
+           thread.call, thread.where.file, thread.where.line);
+    }
     if (thread.mask != mask) {
       fail(where, "lanes of a warp shuffle with different masks, 0x%08x and 0x%08x", mask,
            thread.mask);
@@ -207,17 +210,25 @@ bool meet_block(bool value, const char* name, Where where) {
 }
 
 // Lanes hand over their bits and nothing else: a shuffle orders no writes to memory.
-uint64_t shuffle_down(unsigned mask, uint64_t bits, unsigned delta, Where where) {
+uint64_t shuffle(unsigned mask, uint64_t bits, unsigned source, const char* name, Where where) {
   Thread* const self = running;
   const unsigned lane = self->index % kWarp;
   if ((mask >> lane & 1) == 0) fail(where, "lane %u is not in its own mask 0x%08x", lane, mask);
   self->bits = bits;
   self->mask = mask;
-  self->source_lane = lane + delta < kWarp ? lane + delta : lane;
-  self->set_waiting(State::kAtShuffle, "__shfl_down_sync", where);
+  self->source_lane = source < kWarp ? source : lane;
+  self->set_waiting(State::kAtShuffle, name, where);
   shuffle_if_all_came(self->index - lane, mask, where);
   leave_until_ready(self);
   return self->result;
+}
+
+void meet_warp(const char* name, Where where) {
+  Thread* const self = running;
+  char* const token = &warp_tokens[self->index / kWarp][self->warp_meetings++ % 2];
+  release(token);
+  shuffle(0xffffffffu, 0, self->index % kWarp, name, where);
+  acquire(token);
 }
 
 void enter_shared(uint64_t& epoch, void* memory, size_t bytes) {

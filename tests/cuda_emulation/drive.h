@@ -10,6 +10,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "kernels_cuda.h"
@@ -24,6 +25,14 @@ const std::vector<int64_t> kLengths = {1, 3, 7, 17 * 257, 4095, 4096, 4097, 8192
 // Defined by each driver: throws at the first difference.
 void run_all();
 
+template <typename T>
+T convert(double x) {
+  const auto single = static_cast<float>(x);
+  if constexpr (std::is_same_v<T, BFloat16>) return to_bfloat16(single);
+  if constexpr (std::is_same_v<T, Half>) return to_half(single);
+  if constexpr (std::is_floating_point_v<T>) return static_cast<T>(x);
+}
+
 class Random {
  public:
   int64_t below(int64_t limit) { return static_cast<int64_t>(engine_() % limit); }
@@ -32,26 +41,44 @@ class Random {
   template <typename T>
   T number() {
     const double unit = static_cast<double>(static_cast<int64_t>(engine_())) / 0x1p62;
-    return static_cast<T>(below(4) == 0 ? unit * 1e-4 : unit);
+    return convert<T>(below(4) == 0 ? unit * 1e-4 : unit);
   }
 
   // A number, now and then infinite, NaN or at an end of the type's range.
   template <typename T>
   T value() {
-    using Limits = std::numeric_limits<T>;
-    const T odd[] = {Limits::infinity(), -Limits::infinity(), Limits::quiet_NaN(), T(0), T(-0.0),
-                     Limits::max(),      Limits::denorm_min()};
-    return below(50) == 0 ? odd[below(7)] : number<T>();
+    using Limits = std::numeric_limits<Wide<T>>;
+    const double odd[] = {Limits::infinity(), -Limits::infinity(), Limits::quiet_NaN(), 0.0, -0.0,
+                          Limits::max(),      Limits::denorm_min()};
+    return below(50) == 0 ? convert<T>(odd[below(7)]) : number<T>();
   }
 
  private:
   std::mt19937_64 engine_{1};
 };
 
+template <typename T>
+bool is_nan(const T& x) {
+  if constexpr (std::is_integral_v<T>) {
+    return false;
+  } else {
+    return widen(x) != widen(x);
+  }
+}
+
 // Equal bits, where all NaN count as equal.
 template <typename T>
 bool same(const T& a, const T& b) {
-  return (a != a && b != b) || std::memcmp(&a, &b, sizeof(T)) == 0;
+  return (is_nan(a) && is_nan(b)) || std::memcmp(&a, &b, sizeof(T)) == 0;
+}
+
+template <typename T>
+std::string text(const T& x) {
+  if constexpr (std::is_integral_v<T>) {
+    return std::to_string(x);
+  } else {
+    return std::to_string(widen(x));
+  }
 }
 
 // An array that begins `shift` elements past a 16-byte boundary and ends where its memory does, so
@@ -107,8 +134,8 @@ void expect_same(const std::string& what, const Array<T>& actual, const Array<T>
   for (int64_t i = 0; i < expected.length(); ++i) {
     if (same(actual[i], expected[i])) continue;
     throw std::runtime_error(what + ": element " + std::to_string(i) + " of " +
-                             std::to_string(expected.length()) + " is " +
-                             std::to_string(actual[i]) + ", wanted " + std::to_string(expected[i]));
+                             std::to_string(expected.length()) + " is " + text(actual[i]) +
+                             ", wanted " + text(expected[i]));
   }
   if (!actual.front_intact()) throw std::runtime_error(what + ": written in front of the array");
 }
@@ -127,6 +154,9 @@ inline std::vector<Tile> tiles_of(const std::vector<Segment>& rows) {
 
 template <typename T>
 std::string type_name() {
+  if (std::is_same_v<T, BFloat16>) return "bf16";
+  if (std::is_same_v<T, Half>) return "fp16";
+  if (std::is_integral_v<T>) return "codes";
   return sizeof(T) == 4 ? "fp32" : "fp64";
 }
 

@@ -38,6 +38,9 @@ struct alignas(16) float4 {
 struct alignas(16) double2 {
   double x, y;
 };
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
@@ -83,9 +86,14 @@ struct Where {
 // The threads of a block meet: whether any of them brought a value other than 0.
 bool meet_block(bool value, const char* name, Where where);
 
-// The threads of a warp meet: the bits that the lane `delta` further on brought, and its own bits
-// where there is no such lane.
-uint64_t shuffle_down(unsigned mask, uint64_t bits, unsigned delta, Where where);
+constexpr unsigned kWarp = 32;
+
+// The threads of a warp that `mask` names meet: the bits that lane `source` brought, and the
+// thread's own bits where there is no such lane.
+uint64_t shuffle(unsigned mask, uint64_t bits, unsigned source, const char* name, Where where);
+
+// All threads of a warp meet; what they wrote before the others may read after.
+void meet_warp(const char* name, Where where);
 
 // Fills shared memory with 0xff (NaN, or a wild pointer) as the first thread of a block comes by:
 // on a device it holds anything. `epoch`: the block that it was last filled for.
@@ -136,13 +144,36 @@ inline int __syncthreads_or(int value, const char* file = __builtin_FILE(),
   return emulation::meet_block(value != 0, "__syncthreads_or", {file, line});
 }
 
+inline void __syncwarp(const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+  emulation::meet_warp("__syncwarp", {file, line});
+}
+
+namespace emulation {
+
 template <typename T>
-T __shfl_down_sync(unsigned mask, T value, unsigned delta, const char* file = __builtin_FILE(),
-                   int line = __builtin_LINE()) {
+T shuffle_value(unsigned mask, T value, unsigned source, const char* name, Where where) {
   static_assert(sizeof(T) <= sizeof(uint64_t) && std::is_trivially_copyable_v<T>);
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
-  bits = emulation::shuffle_down(mask, bits, delta, {file, line});
+  bits = shuffle(mask, bits, source, name, where);
   std::memcpy(&value, &bits, sizeof(T));
   return value;
+}
+
+inline unsigned lane() { return threadIdx.x % kWarp; }
+
+}  // namespace emulation
+
+template <typename T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta, const char* file = __builtin_FILE(),
+                   int line = __builtin_LINE()) {
+  const unsigned source = emulation::lane() + delta;
+  return emulation::shuffle_value(mask, value, source, "__shfl_down_sync", {file, line});
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, unsigned bits, const char* file = __builtin_FILE(),
+                  int line = __builtin_LINE()) {
+  const unsigned source = emulation::lane() ^ bits;
+  return emulation::shuffle_value(mask, value, source, "__shfl_xor_sync", {file, line});
 }
