@@ -123,12 +123,12 @@ def running_on(variant: str, threads: int) -> Iterator[None]:
         torch.set_num_threads(before[1])
 
 
-def ways_to_run() -> list[tuple[str, int]]:
-    """Every variant that this processor runs, with 1, 2 and 3 threads; for emulated devices all
-    of them are one."""
+def ways_to_run(threads: Sequence[int] = (1, 2, 3)) -> list[tuple[str, int]]:
+    """Every variant that this processor runs, with each number of threads; for emulated devices
+    all of them are one."""
     if is_emulated():
         return [(_C.cpu_variant(), 1)]
-    return list(itertools.product(_C.cpu_variants(), (1, 2, 3)))
+    return list(itertools.product(_C.cpu_variants(), threads))
 
 
 def chunks_of_all_scales(count: int, numel: int, dtype: torch.dtype) -> list[torch.Tensor]:
