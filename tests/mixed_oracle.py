@@ -38,8 +38,8 @@ def philox(counter: list[Words], key: list[int], multipliers: list[int]) -> list
     return counter
 
 
-def philox2x32(low: Words, high: Words, key: int) -> list[Words]:
-    return philox([low, high], [key], [0xD256D193])
+def philox2x32(counter: list[Words], key: int) -> list[Words]:
+    return philox(counter, [key], [0xD256D193])
 
 
 def philox4x32(counter: list[Words], key: list[int]) -> list[Words]:
@@ -69,7 +69,7 @@ def _words(seed: int, place: Place, elements: NDArray[np.uint64], stream: int) -
     key, high, _, _ = philox4x32(counter, [seed & 0xFFFFFFFF, seed >> 32])
     pairs = elements >> np.uint64(1)
     upper = (pairs >> _SHIFT) ^ high ^ np.uint64(stream)
-    low, top = philox2x32(pairs & _LOW, upper, int(key[0]))
+    low, top = philox2x32([pairs & _LOW, upper], int(key[0]))
     return np.where(elements & np.uint64(1), top, low)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from fusedshard.tables import GroupScalars, integers
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 REMAINDER, CODES = torch.int16, torch.uint8
-NAMES = {None: "none", FP32: "fp32", BF16: "bf16", FP16: "fp16", REMAINDER: "rest", CODES: "codes"}
+NAMES = {None: "none", BF16: "bf16", FP16: "fp16", FP32: "fp32", REMAINDER: "rest", CODES: "codes"}
 
 BACKENDS = ["cpu"]
 on_each_mixed_backend = [
@@ -35,7 +35,7 @@ class Formats(NamedTuple):
     moments: torch.dtype
 
     def __str__(self) -> str:
-        return "-".join(NAMES[dtype] for dtype in self)
+        return "-".join(NAMES.get(dtype, str(dtype)) for dtype in self)
 
 
 _PARAMS = [(FP32, None), (BF16, None), (BF16, FP32), (BF16, REMAINDER), (FP16, None), (FP16, FP32)]
@@ -77,9 +77,9 @@ def part_of(state: AdamState, start: int, stop: int, *, copied: bool = False) ->
         return array[first:last].clone() if copied else array[first:last]
 
     blocks = start // BLOCK, -(-stop // BLOCK)
-    arrays = [part(array, start, stop) for array in (state.param, *state.moments, state.master)]
+    arrays: Any = {name: part(getattr(state, name), start, stop) for name in AdamState._fields[:5]}
     exponents = tuple(part(array, *blocks) for array in state.exponents)
-    return AdamState(*arrays, exponents, state.seed)  # type: ignore[arg-type]
+    return state._replace(**arrays, exponents=exponents)
 
 
 def update_mixed(

@@ -150,6 +150,12 @@ def arrays_of(state: AdamState) -> dict[str, torch.Tensor]:
     return {name: array for name, array in named if isinstance(array, torch.Tensor)}
 
 
+def with_array(state: AdamState, name: str, array: torch.Tensor) -> AdamState:
+    """With another one in its place."""
+    changed: Any = {name: array}
+    return state._replace(**changed)
+
+
 def same_state(ours: AdamState, theirs: AdamState) -> bool:
     """Whether all arrays of two states are equal byte for byte."""
     our, their = arrays_of(ours), arrays_of(theirs)

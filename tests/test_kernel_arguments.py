@@ -7,12 +7,11 @@ import itertools
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import pytest
 import torch
 from kernel_tools import ADAM, ADAMW, tables_of
-from oracles import arrays_of, same_state
+from oracles import arrays_of, same_state, with_array
 
 from fusedshard.kernels import adam_, found_inf_, mean_, pack_, square_sum
 from fusedshard.layout import Segment
@@ -55,8 +54,8 @@ ARRAYS = ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 
 
 def state_of(numel: int = NUMEL) -> AdamState:
-    param, exp_avg, exp_avg_sq, max_exp_avg_sq = torch.rand(4, numel).unbind()
-    return AdamState(param, exp_avg, exp_avg_sq, max_exp_avg_sq)
+    param, exp_avg, exp_avg_sq, largest = (torch.rand(numel) for _ in range(4))
+    return AdamState(param, exp_avg, exp_avg_sq, largest)
 
 
 GRADIENT = torch.ones(100)
@@ -84,8 +83,7 @@ def run(state: AdamState, table: SegmentTable, **options: torch.Tensor) -> None:
 def test_adam_refuses_an_array(name: str, wrong: str) -> None:
     change, kind, message = WRONG_BESIDE_OTHERS[wrong]
     state = state_of()
-    changed: dict[str, Any] = {name: change(getattr(state, name))}
-    given = state._replace(**changed)
+    given = with_array(state, name, change(getattr(state, name)))
     if name == "param" and wrong == "length":
         name, message = "exp_avg", "got 6 elements, wanted 5"
     if name == "param" and wrong == "double":
@@ -99,8 +97,8 @@ def test_adam_refuses_an_array(name: str, wrong: str) -> None:
 
 
 def test_adam_refuses_an_unknown_dtype_of_all() -> None:
-    integer: dict[str, Any] = {name: array.int() for name, array in arrays_of(state_of()).items()}
-    state = AdamState(**integer)
+    param, exp_avg, exp_avg_sq, _ = (array.int() for array in arrays_of(state_of()).values())
+    state = AdamState(param, exp_avg, exp_avg_sq, None)
     with refused("param", TypeError, "got torch.int32, wanted torch.float32 or torch.float64"):
         run(state, table_of(NUMEL))
 

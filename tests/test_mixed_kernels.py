@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_tools import ADAM, ADAMW, running_on, ways_to_run
-from mixed_oracle import Place, mixed_reference_, philox2x32, philox4x32, wide_param
+from mixed_oracle import Place, Words, mixed_reference_, philox2x32, philox4x32, wide_param
 from mixed_tools import (
     BF16,
     FP16,
@@ -183,14 +183,14 @@ def test_fp16_overflow_is_seen_and_leaves_the_master_alone() -> None:
 def test_random_numbers_are_philox() -> None:
     """The oracle's own, by the known answers of Random123."""
 
-    def words(*values: int) -> list[np.ndarray]:
+    def words(*values: int) -> list[Words]:
         return [np.array([value], np.uint64) for value in values]
 
     ones = 0xFFFFFFFF
     answers = [
-        (philox2x32(*words(0, 0), 0), 0xFF1DAE59, 0x6CD10DF2),
-        (philox2x32(*words(ones, ones), ones), 0x2C3F628B, 0xAB4FD7AD),
-        (philox2x32(*words(0x243F6A88, 0x85A308D3), 0x13198A2E), 0xDD7CE038, 0xF62A4C12),
+        (philox2x32(words(0, 0), 0), 0xFF1DAE59, 0x6CD10DF2),
+        (philox2x32(words(ones, ones), ones), 0x2C3F628B, 0xAB4FD7AD),
+        (philox2x32(words(0x243F6A88, 0x85A308D3), 0x13198A2E), 0xDD7CE038, 0xF62A4C12),
         (philox4x32(words(0, 0, 0, 0), [0, 0]), 0x6627E8D5, 0xE169C58D),
         (philox4x32(words(ones, ones, ones, ones), [ones, ones]), 0x408F276D, 0x41C83B0E),
         (
