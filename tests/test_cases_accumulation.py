@@ -21,6 +21,7 @@ from training import (
     each_external_variant,
     each_kind_and_mode,
     each_variant,
+    each_variant_on,
     make_params,
 )
 
@@ -227,8 +228,7 @@ def _failing_backward(side: Side, where: list[int]) -> list[Any]:
     return outcomes
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [2, 3])
+@each_variant_on(2, 3)
 def test_buckets_that_never_fill(ranks: RankPool, world_size: int, variant: Variant) -> None:
     """Each parameter is used by all ranks, by one of them, and by none, in turn; most span buckets
     or share one with others."""

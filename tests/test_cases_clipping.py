@@ -19,6 +19,7 @@ from training import (
     backward,
     each_external_variant,
     each_variant,
+    each_variant_on,
     variants,
 )
 
@@ -61,8 +62,7 @@ EVERY_CLIP = [
 ]
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@each_variant_on(2, 1, 3, 4)
 def test_clp_01_the_norm_of_the_whole(ranks: RankPool, world_size: int, variant: Variant) -> None:
     check_like_torch(ranks, world_size, variant, SHAPES, EVERY_CLIP)
 
@@ -88,8 +88,7 @@ def test_clp_02_averaged_gradients_are_counted_once(
     check_norm(ranks, world_size, variant)
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [2, 4])
+@each_variant_on(2, 4)
 def test_clp_02_replicated_gradients_are_counted_once(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:
@@ -124,8 +123,7 @@ def test_a_subset_is_counted_and_scaled_alone(
     check_like_torch(ranks, 2, variant, SHAPES, clips)
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@each_variant_on(2, 1, 3)
 def test_clp_03_an_infinite_norm(ranks: RankPool, world_size: int, variant: Variant) -> None:
     """As torch: finite gradients become 0, the infinite one NaN; or an error, and nothing."""
     for message, moments, unchanged in ranks.run(world_size, _infinite_norm, variant):

@@ -19,13 +19,13 @@ from training import (
     each_external_variant,
     each_kind_and_mode,
     each_variant,
+    each_variant_on,
     gradient,
     make_params,
 )
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [2, 3])
+@each_variant_on(2, 3)
 def test_lif_05_groups_added_after_steps(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:
@@ -165,8 +165,7 @@ def test_lif_10_a_model_that_moved_raises_everywhere(
         assert "parameter " in text and "model.to" in text and unchanged
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [2, 3])
+@each_variant_on(2, 3)
 @pytest.mark.parametrize("how", ["double", "clone", "resize"])
 def test_lif_10_and_dst_07_a_parameter_that_moved_on_one_rank(
     ranks: RankPool, world_size: int, variant: Variant, how: str
@@ -271,8 +270,7 @@ def resident_bytes() -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmRSS"))
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [1, 2])
+@each_variant_on(2, 1)
 def test_lif_13_nothing_keeps_the_model_alive(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:

@@ -18,18 +18,16 @@ from training import (
     each_external_variant,
     each_kind_and_mode,
     each_variant,
+    each_variant_on,
     make_params,
 )
-
-each_world_size = pytest.mark.parametrize("world_size", [1, 2])
 
 
 def parameter(*values: float) -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.tensor(values))
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 def test_num_05_building_is_no_step_and_one_step_is_one(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:
@@ -50,8 +48,7 @@ def _num_05(side: Side) -> list[Any]:
     return [side.outcome(optimizer)]
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 def test_num_06_a_late_parameter_counts_its_own_steps(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:
@@ -72,8 +69,7 @@ def _num_06(side: Side) -> list[Any]:
     return [side.outcome(optimizer)]
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_num_07_lr_as_a_tensor(
     ranks: RankPool, world_size: int, variant: Variant, shape: tuple[int, ...]
@@ -128,8 +124,7 @@ def _invalid(rank: Rank, variant: Variant) -> list[str]:
     return texts
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 def test_num_07_scheduler_of_a_tensor_lr(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:
@@ -151,8 +146,7 @@ def _num_07_lambda(side: Side) -> list[Any]:
     return [side.outcome(optimizer)]
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 @pytest.mark.parametrize("name", ["StepLR", "ReduceLROnPlateau"])
 def test_num_07_schedulers_act_at_the_next_step_on_each_group(
     ranks: RankPool, world_size: int, variant: Variant, name: str
@@ -179,8 +173,7 @@ def _num_07_schedulers(side: Side, name: str) -> list[Any]:
     return outcomes
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 @pytest.mark.parametrize("betas", [(0.0, 0.9), (0.9, 0.0)])
 def test_num_08_betas_of_zero(
     ranks: RankPool, world_size: int, variant: Variant, betas: tuple[float, float]
@@ -191,8 +184,7 @@ def test_num_08_betas_of_zero(
     assert params[0].item() == pytest.approx(0.9, abs=1e-6)
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 def test_num_08_eps_of_zero(ranks: RankPool, world_size: int, variant: Variant) -> None:
     ((params, _),) = check_against_torch(ranks, world_size, variant, _num_08_eps)
     assert params[0].item() == pytest.approx(1.9, abs=1e-6)
@@ -215,8 +207,7 @@ def _num_08_eps(side: Side) -> list[Any]:
     return [([params[0][1]], state)]
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 def test_num_08_lr_of_zero_moves_the_moments_alone(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:

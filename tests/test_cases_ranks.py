@@ -18,14 +18,14 @@ from sides import HYPER, Side, check_against_torch, compare, on_rank
 from torch._C import _distributed_c10d as distributed_c10d
 from training import (
     AWKWARD,
-    GRAD_SYNCS,
     Shapes,
     Variant,
     assert_same_bits,
     backward,
     each_variant,
+    each_variant_on,
     make_params,
-    variants,
+    variants_on,
 )
 
 
@@ -41,8 +41,7 @@ def train(side: Side, shapes: Shapes, steps: int, dtype: torch.dtype = torch.flo
     return [side.outcome(optimizer), torch.stack(norms).double()]
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [2, 3])
+@each_variant_on(2, 3)
 def test_dst_01_all_ranks_start_from_the_first_ranks_weights(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:
@@ -78,8 +77,7 @@ def _branch_loss(branch: torch.nn.Module, width: int, step: int, rank: int) -> t
     return loss
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [2, 3])
+@each_variant_on(2, 3)
 def test_dst_05_backward_ends_in_another_order_on_each_rank(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:
@@ -254,22 +252,19 @@ def test_dst_13_under_debug(debugged_ranks: RankPool, variant: Variant, dtype: t
 
 
 @pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    """What two sets of fresh processes give, by world size and variant."""
-    results = []
-    for _ in range(2):
-        pool = RankPool(tmp_path_factory.mktemp("launch"))
-        try:
-            results.append(
-                {
-                    (world_size, variant): pool.run(world_size, on_rank, variant, _deterministic)
-                    for world_size in (2, 4)
-                    for variant in variants(GRAD_SYNCS)
-                }
-            )
-        finally:
-            pool.stop()
-    return results
+def launches(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
+    """What two sets of processes give, by world size and variant; the second are fresh."""
+    fresh = RankPool(tmp_path_factory.mktemp("launch"))
+    try:
+        return [
+            {
+                (world_size, variant): pool.run(world_size, on_rank, variant, _deterministic)
+                for world_size, variant in variants_on(2, 4)
+            }
+            for pool in (ranks, fresh)
+        ]
+    finally:
+        fresh.stop()
 
 
 def _deterministic(side: Side) -> list[Any]:
@@ -280,8 +275,7 @@ def _deterministic(side: Side) -> list[Any]:
         torch.use_deterministic_algorithms(False)
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [2, 4])
+@each_variant_on(2, 4)
 def test_cmp_03_deterministic_mode(
     launches: list[dict[Any, Any]], world_size: int, variant: Variant
 ) -> None:

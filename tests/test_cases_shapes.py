@@ -10,9 +10,8 @@ import pytest
 import torch
 from ranks import RankPool
 from sides import Side, check_against_torch
-from training import Shapes, Variant, assert_same_bits, backward, each_variant
+from training import Shapes, Variant, assert_same_bits, backward, each_variant, each_variant_on
 
-each_world_size = pytest.mark.parametrize("world_size", [1, 2])
 ODD: Shapes = [(5,), (7,), (1,), (13,)]
 
 
@@ -31,8 +30,7 @@ def restored(side: Side, params: Any, state: Any, **options: Any) -> Any:
     return copies, optimizer
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 @pytest.mark.parametrize(
     "groups",
     [
@@ -104,8 +102,7 @@ def _shp_03(side: Side, shape: tuple[int, ...]) -> list[Any]:
     return [*outcomes, torch.stack(norms).double()]
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 @pytest.mark.parametrize("empty_first", [False, True])
 def test_shp_04_a_group_with_nothing_on_a_rank(
     ranks: RankPool, world_size: int, variant: Variant, empty_first: bool
@@ -124,8 +121,7 @@ def _shp_04(side: Side, empty_first: bool) -> list[Any]:
     return [side.outcome(optimizer)]
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [3, 4])
+@each_variant_on(3, 4)
 def test_shp_05_sizes_that_do_not_divide(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:
@@ -161,8 +157,7 @@ LAYOUTS = [
 ]
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 @pytest.mark.parametrize("assigned", [False, True], ids=["backward", "assigned"])
 def test_shp_06_every_element_by_index(
     ranks: RankPool, world_size: int, variant: Variant, assigned: bool
@@ -205,8 +200,7 @@ class Tied(torch.nn.Module):
         return logits
 
 
-@each_variant
-@each_world_size
+@each_variant_on(2, 1)
 def test_shp_10_tied_weights_are_one_parameter(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:

@@ -218,7 +218,7 @@ def _one_clips(rank: Rank) -> None:
 
     import torch.distributed as dist
 
-    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=4))
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=3))
     (param,) = make_params([(3,)])
     optimizer = fusedshard.AdamW([param], process_group=group)
     param.grad = torch.ones(3)

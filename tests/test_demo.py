@@ -237,10 +237,9 @@ INTERRUPTED = "fusedshard demo: interrupted, all ranks ended\n"
     ("number", "to_group", "status", "error"),
     [
         (signal.SIGINT, True, 130, INTERRUPTED),
-        (signal.SIGINT, False, 130, INTERRUPTED),
         (signal.SIGTERM, False, 143, ""),
     ],
-    ids=["ctrl_c", "sigint", "sigterm"],
+    ids=["ctrl_c", "sigterm"],
 )
 def test_a_signal_ends_all_ranks(
     training: bool, number: int, to_group: bool, status: int, error: str, tmp_path: Path

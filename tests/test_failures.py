@@ -14,12 +14,11 @@ import torch.distributed as dist
 from ranks import MAX_RANKS, Rank, RankPool, RanksFailed
 from sides import HYPER, Side, check_against_torch
 from training import (
-    GRAD_SYNCS,
-    MODES,
     Variant,
     assert_same_bits,
     backward,
     each_variant,
+    each_variant_on,
     gradient,
     make_params,
     train,
@@ -31,13 +30,12 @@ SHAPES = [(17, 257), (5,)]
 def impatient(rank: Rank, world_size: int) -> Rank | None:
     """The first ranks in a group whose collectives give up after a few seconds; None on others.
     Called by all of the pool, since every rank has to count a new group."""
-    timeout = datetime.timedelta(seconds=4)
+    timeout = datetime.timedelta(seconds=3)
     group = dist.new_group(list(range(world_size)), timeout=timeout)
     return Rank(rank.rank, world_size, group) if rank.rank < world_size else None
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [2, 3])
+@each_variant_on(2, 3)
 def test_dst_07_a_closure_that_raises_on_one_rank(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:
@@ -47,14 +45,10 @@ def test_dst_07_a_closure_that_raises_on_one_rank(
         assert_same_bits(before, after)
 
 
-@pytest.mark.parametrize("grad_sync", GRAD_SYNCS)
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("world_size", "kind"), [(2, "Adam"), (3, "AdamW")])
-def test_dst_07_a_pre_hook_that_raises_on_one_rank(
-    ranks: RankPool, world_size: int, kind: str, mode: str, grad_sync: str
-) -> None:
+@each_variant
+def test_dst_07_a_pre_hook_that_raises_on_one_rank(ranks: RankPool, variant: Variant) -> None:
     """Of which the others hear nothing: they give up waiting."""
-    variant = Variant(kind, mode, grad_sync)
+    world_size = 2 if variant.kind == "Adam" else 3
     results = ranks.run(MAX_RANKS, _raise_early, world_size, variant, "pre-hook")
     for rank, (text, before, after) in enumerate(results[:world_size]):
         assert ("mine" in text) == (rank == 1)
@@ -93,21 +87,18 @@ def _local_state(optimizer: torch.optim.Optimizer) -> Any:
     return [{name: v.clone() for name, v in state.items()} for state in optimizer.state.values()]
 
 
-@pytest.mark.parametrize("grad_sync", GRAD_SYNCS)
 @pytest.mark.parametrize(
-    ("when", "kind", "mode"),
+    ("when", "variant"),
     [
-        ("in backward", "AdamW", "sharded"),
-        ("in backward", "Adam", "replicated"),
-        ("after backward", "Adam", "sharded"),
-        ("after backward", "AdamW", "replicated"),
+        ("in backward", Variant("AdamW", "sharded", "backward")),
+        ("in backward", Variant("Adam", "replicated", "step")),
+        ("after backward", Variant("AdamW", "replicated", "backward")),
+        ("after backward", Variant("Adam", "sharded", "step")),
     ],
 )
-def test_dst_10_a_rank_dies(
-    ranks: RankPool, tmp_path: Path, when: str, kind: str, mode: str, grad_sync: str
-) -> None:
+def test_dst_10_a_rank_dies(ranks: RankPool, tmp_path: Path, when: str, variant: Variant) -> None:
     """And training goes on, on two ranks, from what was saved before."""
-    variant, file = Variant(kind, mode, grad_sync), tmp_path / "checkpoint.pt"
+    file = tmp_path / "checkpoint.pt"
     pool = RankPool(tmp_path)
     try:
         with pytest.raises(RanksFailed) as caught:

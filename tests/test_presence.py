@@ -14,6 +14,7 @@ from training import (
     assert_same_bits,
     backward,
     each_variant,
+    each_variant_on,
     gradient,
     make_params,
 )
@@ -105,9 +106,8 @@ def _lif_03(side: Side) -> list[Any]:
     return [side.outcome(optimizer)]
 
 
-@each_variant
+@each_variant_on(2, 3)
 @pytest.mark.parametrize("everywhere", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3])
 def test_lif_04_unfrozen_later_and_frozen_again(
     ranks: RankPool, world_size: int, variant: Variant, everywhere: bool
 ) -> None:

@@ -86,12 +86,17 @@ def run_script(rank: Rank, changes: Changes) -> tuple[Losses, list[str], list[st
     return losses, scale, [str(w.message) for w in caught if "fusedshard" in str(w.message)]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.fixture(scope="module", params=[2, 3])
+def as_it_was(ranks: RankPool, request: pytest.FixtureRequest) -> list[Any]:
+    """By rank, of which there are two or three."""
+    return ranks.run(request.param, run_script, NONE)
+
+
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_losses_are_those_of_the_script_as_it_was(
-    ranks: RankPool, world_size: int, changes: Changes
+    ranks: RankPool, as_it_was: list[Any], changes: Changes
 ) -> None:
-    want = ranks.run(world_size, run_script, NONE)
-    for ours, theirs in zip(ranks.run(world_size, run_script, changes), want, strict=True):
+    results = ranks.run(len(as_it_was), run_script, changes)
+    for ours, theirs in zip(results, as_it_was, strict=True):
         assert ours[0] == pytest.approx(theirs[0], rel=0, abs=1e-6, nan_ok=True)
         assert ours[1:] == theirs[1:]

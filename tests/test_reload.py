@@ -6,17 +6,15 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from ranks import RankPool
 from sides import HYPER, Side, check_against_torch
-from training import Shapes, Variant, assert_same_bits, each_variant
+from training import Shapes, Variant, assert_same_bits, each_variant_on
 
 SHAPES: Shapes = [(17, 25), (5,), (), (0,)]
 
 
-@each_variant
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@each_variant_on(2, 1, 3)
 def test_loads_before_and_after_steps_and_twice(
     ranks: RankPool, world_size: int, variant: Variant
 ) -> None:

@@ -17,7 +17,7 @@ from training import backward, make_params
 import fusedshard
 from fusedshard import layout
 
-STEPS = {"sharded": 500, "replicated": 150}
+STEPS = {"sharded": 300, "replicated": 100}
 RANKS = 3
 SHAPES = [(40,), (17, 25), (1,), (0,), (300,), (3, 5), (), (90, 7), (64,)]
 HYPER: dict[str, Any] = {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}

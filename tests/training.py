@@ -47,23 +47,43 @@ class Variant(NamedTuple):
 
 
 def variants(grad_syncs: Sequence[str]) -> list[Variant]:
-    """Each kind in each mode with the first of these ``grad_sync``; with the others, which have
-    nothing to do with the formula, the last kind."""
-    first, *others = grad_syncs
-    every_kind = itertools.product(KINDS, MODES, [first])
-    last_kind = itertools.product(KINDS[-1:], MODES, others)
-    return [Variant(*parts) for parts in (*every_kind, *last_kind)]
+    """Every two of a kind, a mode and one of these ``grad_sync`` meet in one of them: the three
+    have nothing to do with each other."""
+    if len(grad_syncs) == 1:
+        return [Variant(*parts) for parts in itertools.product(KINDS, MODES, grad_syncs)]
+    return [
+        Variant(KINDS[(row + column + 1) % 2], mode, grad_sync)
+        for row, grad_sync in enumerate(grad_syncs)
+        for column, mode in enumerate(MODES)
+    ]
 
 
 def parametrized(grad_syncs: Sequence[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("variant", variants(grad_syncs), ids="-".join)
 
 
+def variants_on(world_size: int, *others: int) -> list[tuple[int, Variant]]:
+    """Each variant on so many ranks, and on other numbers of ranks those of one kind, which have
+    both modes and both grad_syncs."""
+    every = variants(GRAD_SYNCS)
+    cases = [(world_size, variant) for variant in every]
+    for index, other in enumerate(others):
+        kind = KINDS[(index + 1) % 2]
+        cases += [(other, variant) for variant in every if variant.kind == kind]
+    return cases
+
+
+def each_variant_on(world_size: int, *others: int) -> pytest.MarkDecorator:
+    cases = variants_on(world_size, *others)
+    ids = ["-".join([str(size), *variant]) for size, variant in cases]
+    return pytest.mark.parametrize(("world_size", "variant"), cases, ids=ids)
+
+
 each_variant = parametrized(GRAD_SYNCS)
 # Where gradients are assigned by hand, or their averaging is of no account.
 each_kind_and_mode = parametrized(["step"])
 each_external_variant = parametrized(["external"])
-PATIENCE = 5.0  # seconds, of a group whose ranks may fail
+PATIENCE = 3.0  # seconds, of a group whose ranks may fail
 
 
 def make_params(
