@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from fusedshard import cli
 from fusedshard.demo import command as demo
 from fusedshard.demo import report as demo_report
-from fusedshard.demo.train import MOMENTS, VARIANTS, Settings
-from fusedshard.demo.verdicts import count_gaps_and_overlaps
+from fusedshard.demo.train import VARIANTS, Settings
+from fusedshard.demo.verdicts import MOMENTS, count_gaps_and_overlaps
 
 NUMEL = [parameter["numel"] for parameter in demo_report.describe_parameters(Settings())]
 SAME = {"identical": True, "max_abs": 0.0, "relative": 0.0}
@@ -46,7 +46,8 @@ def variant_report(diverged: bool) -> dict[str, Any]:
         "losses": [5.5, 4.5],
         "seconds": {phase: [0.2, 0.1] for phase in demo_report.PHASES},
         "wire_bytes": 1,
-        "state_bytes": 8,
+        "moment_bytes": 8,
+        "master_bytes": 0,
         "probes": [{"step": step, "from_rank_0": {**differences, "step": SAME}} for step in (1, 2)],
         "difference_from_ddp": SAME,
         "held": NUMEL,
@@ -55,8 +56,9 @@ def variant_report(diverged: bool) -> dict[str, Any]:
     }
 
 
-def summarize(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    return demo_report.summarize(Settings(ranks=2, steps=2), ranks, threads=1, seconds=1.0)
+def summarize(ranks: list[dict[str, Any]], **formats: Any) -> dict[str, Any]:
+    settings = Settings(ranks=2, steps=2, **formats)
+    return demo_report.summarize(settings, ranks, threads=1, seconds=1.0)
 
 
 def probe(ranks: list[dict[str, Any]], variant: str, index: int) -> dict[str, Any]:
@@ -130,6 +132,42 @@ def test_a_planted_fault_fails_its_verdict(
     assert [verdict["name"] for verdict in failed] == [name]
     assert text in failed[0]["text"]
     assert not report["ok"]
+
+
+@pytest.mark.parametrize(
+    ("formats", "last_loss", "ok"),
+    [
+        ({"dtype": "bf16"}, 4.5 * 1.009, True),
+        ({"dtype": "bf16"}, 4.5 * 1.011, False),
+        ({"dtype": "bf16"}, 4.5 * 0.989, False),
+        ({"state_dtype": "bf16"}, 4.5 * 1.011, False),
+        ({"state_dtype": "8bit"}, 4.5 * 1.019, True),
+        ({"dtype": "bf16", "state_dtype": "8bit"}, 4.5 * 1.021, False),
+        ({"dtype": "bf16"}, math.nan, False),
+    ],
+)
+def test_fewer_bits_are_judged_by_the_loss(
+    formats: dict[str, str], last_loss: float, ok: bool
+) -> None:
+    ranks = [copy.deepcopy(rank_report(rank)) for rank in range(2)]
+    for rank in ranks:
+        rank["variants"]["replicated"]["losses"] = [5.5, last_loss]
+    differ_from_ddp(1.0)(ranks)  # which all-fp32 training must not
+    report = summarize(ranks, **formats)
+    failed = [verdict["name"] for verdict in report["verdicts"] if not verdict["ok"]]
+    assert failed == ([] if ok else ["replicated_matches_ddp"])
+
+
+def test_masters_that_differ_between_ranks() -> None:
+    ranks = [copy.deepcopy(rank_report(rank)) for rank in range(2)]
+    for index in (0, 1):
+        for rank, found in enumerate((SAME, ONE_BIT)):
+            probes = ranks[rank]["variants"]["replicated"]["probes"]
+            probes[index]["from_rank_0"]["master_weights"] = found
+    report = summarize(ranks, dtype="bf16")
+    (failed,) = [verdict for verdict in report["verdicts"] if not verdict["ok"]]
+    assert failed["name"] == "replicated_is_identical"
+    assert "master_weights from step 1" in failed["text"]
 
 
 def test_a_failed_verdict_is_exit_status_1_and_named(

@@ -27,7 +27,7 @@ import torch.multiprocessing
 
 from fusedshard.demo import report as demo_report
 from fusedshard.demo.model import load_corpus, standard_library
-from fusedshard.demo.train import VARIANTS, Settings, run_variants
+from fusedshard.demo.train import DTYPES, STATE_DTYPES, VARIANTS, Settings, run_variants
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -104,6 +104,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="of the initial weights and of the batches (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--dtype", choices=tuple(DTYPES), default=Settings.dtype,
+        help="of the parameters; bf16 ones have master weights (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--state-dtype", choices=tuple(STATE_DTYPES), default=Settings.state_dtype,
+        help="of fusedshard's moments (default %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
         "--out", type=_writable_folder, metavar="DIR",
         help="write report.json and report.png into this folder",
     )  # fmt: skip
@@ -137,7 +145,8 @@ def _writable_folder(text: str) -> Path:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo and return its exit status: 0, 1, or 130 after Ctrl-C."""
-    settings = Settings(ranks=arguments.ranks, steps=arguments.steps, seed=arguments.seed)
+    names = ("ranks", "steps", "seed", "dtype", "state_dtype")
+    settings = Settings(**{name: getattr(arguments, name) for name in names})
     try:
         require_packages("rich", *(["matplotlib"] if arguments.out else []))
         report = train_and_report(settings, arguments.out)

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fusedshard.demo.verdicts import Report
+from fusedshard.demo.verdicts import Report, formats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,7 @@ def plot(report: Report, path: Path) -> None:
     settings = report["settings"]
     figure.suptitle(
         f"fusedshard demo: a GPT of {numel / 1e6:.2f} M parameters on {settings['ranks']} ranks, "
-        f"{settings['steps']} steps, four ways",
+        f"{settings['steps']} steps, four ways, {formats(settings)}",
         fontsize=15,
     )
     axes = figure.subplots(2, 2)
@@ -134,19 +134,25 @@ def describe_identical(identical: dict[str, list[str]]) -> str:
 
 
 def draw_state_bytes(axes: Axes, report: Report) -> None:
-    """A bar for each rank and variant."""
+    """A bar for each rank and variant: moments, and hatched on top of them masters."""
     ranks = report["settings"]["ranks"]
     width = 0.8 / ranks
+    variants = report["variants"].values()
     for rank in range(ranks):
-        megabytes = [found["state_bytes"][rank] / 1e6 for found in report["variants"].values()]
-        places = [place + (rank - (ranks - 1) / 2) * width for place in range(len(megabytes))]
-        bars = axes.bar(
-            places, megabytes, width * 0.95, color=rank_colour(rank), label=f"rank {rank}"
-        )
+        moments = [found["moment_bytes"][rank] / 1e6 for found in variants]
+        masters = [found["master_bytes"][rank] / 1e6 for found in variants]
+        places = [place + (rank - (ranks - 1) / 2) * width for place in range(len(moments))]
+        look: dict[str, Any] = {"width": width * 0.95, "color": rank_colour(rank)}
+        axes.bar(places, moments, label=f"rank {rank}", **look)
+        top = axes.bar(places, masters, bottom=moments, hatch="//", edgecolor="white", **look)
         if ranks <= MOST_LABELLED:
-            axes.bar_label(bars, fmt="%.1f", fontsize=8)
+            totals = [f"{sum(both):.1f}" for both in zip(moments, masters, strict=True)]
+            axes.bar_label(top, labels=totals, fontsize=8)
     axes.set_xticks(range(len(report["variants"])), list(report["variants"]))
-    axes.set(title="Optimizer state per rank", ylabel="exp_avg and exp_avg_sq ($10^6$ bytes)")
+    axes.set(
+        title="Optimizer state per rank",
+        ylabel="exp_avg and exp_avg_sq; hatched: master weights ($10^6$ bytes)",
+    )
     axes.margins(y=0.25)
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)

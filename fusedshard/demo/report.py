@@ -21,11 +21,13 @@ A variant holds:
 loss                       nats a byte at each step, the mean over the ranks' batches
 ms                         by phase (total, forward_backward, exchange, update, gather): the
                            median over ranks and steps, the first steps left out
-state_bytes                of exp_avg and exp_avg_sq, by rank
+moment_bytes               of exp_avg and exp_avg_sq, by rank
+master_bytes               of the fp32 copies, or the remainders, of bf16 parameters, by rank
 wire_bytes                 sent in one step, by rank
 comparisons                after some steps (after_step), how much the ranks differ: by name
-                           (parameters, step, exp_avg, exp_avg_sq) the largest difference of any
-                           rank from rank 0. The moments are left out where they are sharded
+                           (parameters, step, exp_avg, exp_avg_sq, and of bf16 parameters
+                           master_weights, but for DDP's) the largest difference of any rank from
+                           rank 0. Moments and masters are left out where they are sharded
 difference_from_ddp        of the parameters after the last step
 held, owned                by rank: elements of exp_avg by parameter; (parameter, start, stop) of
                            what it owns
@@ -53,8 +55,8 @@ import torch
 import fusedshard
 from fusedshard import _C
 from fusedshard.demo.model import GPT
-from fusedshard.demo.train import UNTIMED_STEPS, Settings
-from fusedshard.demo.verdicts import Report, judge
+from fusedshard.demo.train import UNTIMED_STEPS, VARIANTS, Settings
+from fusedshard.demo.verdicts import Report, formats, judge
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,12 +64,7 @@ if TYPE_CHECKING:
 
 PHASES = ("total", "forward_backward", "exchange", "update", "gather")
 PLAIN_WIDTH = 140  # columns where the output is no terminal: enough for the table in one piece
-DESCRIPTIONS = {
-    "ddp": "DistributedDataParallel + torch.optim.AdamW(fused=True)",
-    "replicated": 'fusedshard.AdamW(mode="replicated")',
-    "sharded": 'fusedshard.AdamW(mode="sharded")',
-    "mistake": "each rank steps on its own gradients, before any averaging",
-}
+DDP = "DistributedDataParallel + torch.optim.AdamW(fused=True)"
 
 
 def make_console() -> Console:
@@ -83,10 +80,25 @@ def headline(settings: Settings, text_bytes: int, threads: int) -> str:
     lines = [
         f"Training a byte-level GPT of {numel:,} parameters on {text_bytes / 1e6:.1f} MB of the "
         f"standard library's sources, {settings.steps} steps, four times",
-        f"{settings.ranks} ranks on CPU over gloo, threads a rank: {threads}",
-        *(f"  {variant:10}  {text}" for variant, text in DESCRIPTIONS.items()),
+        f"{settings.ranks} ranks on CPU over gloo, threads a rank: {threads}; "
+        f"{formats(asdict(settings))}",
+        *(f"  {variant:10}  {text}" for variant, text in describe_variants(settings).items()),
     ]
     return "\n".join(lines)
+
+
+def describe_variants(settings: Settings) -> dict[str, str]:
+    chosen = {
+        "fp32": "",
+        "bf16": ", state_dtype=torch.bfloat16",
+        "8bit": ", state_dtype=torch.uint8",
+    }[settings.state_dtype]
+    return {
+        "ddp": DDP if settings.dtype == "fp32" else f"{DDP} on fp32 copies of the parameters",
+        "replicated": f'fusedshard.AdamW(mode="replicated"{chosen})',
+        "sharded": f'fusedshard.AdamW(mode="sharded"{chosen})',
+        "mistake": "each rank steps on its own gradients, before any averaging",
+    }
 
 
 def describe_parameters(settings: Settings) -> list[dict[str, Any]]:
@@ -118,7 +130,7 @@ def summarize(
         "parameters": describe_parameters(settings),
         "variants": {
             variant: summarize_variant([rank["variants"][variant] for rank in ranks])
-            for variant in DESCRIPTIONS
+            for variant in VARIANTS
         },
         "sharded_vs_replicated": {
             name: worst(rank["sharded_vs_replicated"][name] for rank in ranks)
@@ -135,7 +147,8 @@ def summarize_variant(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "loss": [statistics.fmean(losses) for losses in zip(*each(ranks, "losses"), strict=True)],
         "ms": {phase: median_ms(each(each(ranks, "seconds"), phase)) for phase in PHASES},
-        "state_bytes": each(ranks, "state_bytes"),
+        "moment_bytes": each(ranks, "moment_bytes"),
+        "master_bytes": each(ranks, "master_bytes"),
         "wire_bytes": each(ranks, "wire_bytes"),
         "comparisons": [
             {"after_step": probes[0]["step"]}
@@ -180,8 +193,10 @@ def show(report: Report, console: Console) -> None:
         console.print(table)
     console.print(
         "Times are medians of host time in ms; exchange includes waiting for the slowest rank; in "
-        "brackets: inside backward. MB are 10^6 bytes: state is exp_avg and exp_avg_sq, wire what "
-        "a rank sends in a step. Identical: to the bit, on all ranks, after every compared step.\n"
+        "brackets: inside backward. MB are 10^6 bytes: state is exp_avg, exp_avg_sq and master "
+        "weights of one rank, also as bytes a parameter of the model, moments + masters; wire what "
+        "a rank sends in a step. Identical: to the bit, on all ranks, after every compared step. "
+        "Gap: the largest of a parameter, after the last step.\n"
     )
     console.print(make_verdict_list(report))
     failed = [verdict["name"] for verdict in report["verdicts"] if not verdict["ok"]]
@@ -232,6 +247,12 @@ def number_columns(report: Report) -> list[Column]:
     def ms(phase: str) -> Callable[[str], str]:
         return lambda v: f"{variants[v]['ms'][phase]:.1f}"
 
+    numel = sum(parameter["numel"] for parameter in report["parameters"])
+
+    def bytes_a_parameter(v: str) -> str:
+        parts = (max(variants[v][key]) / numel for key in ("moment_bytes", "master_bytes"))
+        return "+".join(f"{part:.2f}" for part in parts if part)
+
     def exchange(v: str) -> str:
         return f"({ms('exchange')(v)})" if v == "ddp" else ms("exchange")(v)
 
@@ -243,8 +264,16 @@ def number_columns(report: Report) -> list[Column]:
         ("exchange\nms", exchange),
         ("update\nms", ms("update")),
         ("gather\nms", ms("gather")),
-        ("state\nMB", lambda v: f"{max(variants[v]['state_bytes']) / 1e6:.1f}"),
+        ("state\nMB", lambda v: f"{max(state_bytes(variants[v])) / 1e6:.1f}"),
+        ("bytes a\nparameter", bytes_a_parameter),
         ("wire\nMB", lambda v: f"{max(variants[v]['wire_bytes']) / 1e6:.1f}"),
+    ]
+
+
+def state_bytes(variant: dict[str, Any]) -> list[int]:
+    """Moments and masters, by rank."""
+    return [
+        sum(parts) for parts in zip(variant["moment_bytes"], variant["master_bytes"], strict=True)
     ]
 
 
@@ -261,7 +290,7 @@ def agreement_columns(report: Report) -> list[Column]:
         ("\nexp_avg", agrees("exp_avg")),
         ("\nexp_avg_sq", agrees("exp_avg_sq")),
         ("\nparameters", agrees("parameters")),
-        ("largest gap\nfrom DDP", from_ddp),
+        ("gap from\nDDP", from_ddp),
     ]
 
 

@@ -4,10 +4,10 @@
 which is what a rank sends to the process that reports.
 """
 
-# No `from __future__ import annotations`: DDP reads the annotations of a communication hook.
+from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -15,15 +15,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedshard
+from fusedshard.demo.baseline import DDPMeter, MasterAdamW
 from fusedshard.demo.model import GPT, Batches
+from fusedshard.demo.verdicts import MASTERS, MOMENTS
 from fusedshard.layout import Layout, iterate_buckets, owned_ranges
 
 VARIANTS = ("ddp", "replicated", "sharded", "mistake")
-MOMENTS = ("exp_avg", "exp_avg_sq")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STATE_DTYPES = {**DTYPES, "8bit": torch.uint8}
 Range = tuple[int, int, int]  # parameter index, first element, element after the last
 # Not worth timing: first touches of memory, and DDP rebuilds its buckets after the first step.
 UNTIMED_STEPS = 3
@@ -33,7 +35,8 @@ SPARSE_PROBES = 25  # and about as many later ones
 
 @dataclass(frozen=True)
 class Settings:
-    """One run of the demo. `bucket_cap_mb` holds for DDP and fusedshard alike."""
+    """One run of the demo. `bucket_cap_mb` holds for DDP and fusedshard alike, `dtype` for all
+    parameters, `state_dtype` for fusedshard's moments: names in `DTYPES` and `STATE_DTYPES`."""
 
     ranks: int = 2
     steps: int = 100
@@ -46,6 +49,8 @@ class Settings:
     lr: float = 3e-4
     weight_decay: float = 0.1
     bucket_cap_mb: int = 4  # several buckets, though the model is small
+    dtype: str = "fp32"
+    state_dtype: str = "fp32"
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,13 @@ class Trained:
         seconds: of each step, by phase: "total", "forward_backward", "exchange", "update",
             "gather".
         wire_bytes: put on the wire by this rank in one step.
-        state_bytes: of exp_avg and exp_avg_sq held by this rank.
+        moment_bytes: of exp_avg and exp_avg_sq held by this rank, with the padding between them.
+        master_bytes: of the fp32 copies, or the remainders, of bf16 parameters.
         probes: by step, the differences from the first rank, by name: "parameters", "step", and
-            both moments unless each rank holds its own shard of them.
+            both moments and "master_weights", where there are, unless each rank holds its own
+            shard of them.
         parameters: all of them, flat, after the last step.
-        state: both moments and the step counts, whole and flat (a collective gathers shards).
+        state: moments, masters and step counts, whole and flat (a collective gathers shards).
         held: elements of exp_avg that this rank holds, by parameter.
         owned: (parameter, start, stop) of the elements that are this rank's where state is sharded.
         buckets: (parameter, start, stop) of what each of fusedshard's buckets holds.
@@ -82,7 +89,8 @@ class Trained:
     losses: list[float] = field(default_factory=list)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     wire_bytes: int = 0
-    state_bytes: int = 0
+    moment_bytes: int = 0
+    master_bytes: int = 0
     probes: dict[int, dict[str, Difference]] = field(default_factory=dict)
     parameters: Tensor = field(default_factory=lambda: torch.zeros(0))
     state: dict[str, Tensor] = field(default_factory=dict)
@@ -117,48 +125,15 @@ class FusedMeter:
         return seconds, sent
 
 
-class DDPMeter:
-    """Times DDP's all-reduces, which overlap backward, from the first start to the last end."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._started = self._ended = 0.0
-        self._reduced_bytes = 0
-        model.register_comm_hook(self, DDPMeter.all_reduce)
-
-    def all_reduce(
-        self,
-        bucket: dist.GradBucket,  # type: ignore[name-defined]
-    ) -> torch.futures.Future[Tensor]:
-        self._started = self._started or time.perf_counter()
-        self._reduced_bytes += bucket.buffer().nbytes
-        group = dist.group.WORLD
-        assert group is not None
-        return allreduce_hook(group, bucket).then(self._finish)
-
-    def _finish(self, reduced: torch.futures.Future[Tensor]) -> Tensor:
-        self._ended = time.perf_counter()
-        return reduced.value()
-
-    def read(self, step_seconds: float) -> tuple[dict[str, float], int]:
-        seconds = {
-            "exchange": self._ended - self._started,
-            "update": step_seconds,
-            "gather": 0.0,
-        }
-        world_size = dist.get_world_size()
-        sent = 2 * (world_size - 1) * self._reduced_bytes // world_size
-        self._started, self._reduced_bytes = 0.0, 0
-        return seconds, sent
-
-
 def build(variant: str, settings: Settings) -> tuple[nn.Module, torch.optim.Optimizer, Meter]:
     """The variant's model, with the same initial weights for all, its optimizer and meter."""
     torch.manual_seed(settings.seed)
     model = GPT(settings.width, settings.depth, settings.heads, settings.context)
+    model = model.to(DTYPES[settings.dtype])
     usual: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     if variant == "ddp":
         ddp = DistributedDataParallel(model, bucket_cap_mb=settings.bucket_cap_mb)
-        return ddp, torch.optim.AdamW(model.parameters(), fused=True, **usual), DDPMeter(ddp)
+        return ddp, torch_adamw(list(model.parameters()), **usual), DDPMeter(ddp)
     optimizer = fusedshard.AdamW(
         model.parameters(),
         mode="sharded" if variant == "sharded" else "replicated",
@@ -166,9 +141,17 @@ def build(variant: str, settings: Settings) -> tuple[nn.Module, torch.optim.Opti
         grad_sync="external" if variant == "mistake" else "backward",
         reduction="ordered",
         bucket_cap_mb=settings.bucket_cap_mb,
+        state_dtype=STATE_DTYPES[settings.state_dtype],
+        seed=settings.seed,
         **usual,
     )
     return model, optimizer, FusedMeter(optimizer)
+
+
+def torch_adamw(parameters: list[nn.Parameter], **options: Any) -> torch.optim.AdamW:
+    if parameters[0].dtype == torch.float32:
+        return torch.optim.AdamW(parameters, fused=True, **options)
+    return MasterAdamW(parameters, **options)
 
 
 def train(
@@ -230,11 +213,12 @@ def compare_ranks(
     moments_differ_by_design: bool,
 ) -> dict[str, Difference]:
     """This rank's parameters and optimizer state against those of rank 0. Collective."""
-    mine = {"parameters": flat(parameters), "step": local_state(parameters, optimizer, "step")}
-    if not moments_differ_by_design:
-        mine |= {name: local_state(parameters, optimizer, name) for name in MOMENTS}
+    if moments_differ_by_design:
+        mine = {"step": flat(state["step"] for state in local_states(optimizer))}
+    else:
+        mine = flat_state(optimizer.state_dict())
     differences = {}
-    for name, tensor in mine.items():
+    for name, tensor in {"parameters": flat(parameters), **mine}.items():
         reference = tensor.clone()
         dist.broadcast(reference, src=0)
         differences[name] = difference(tensor, reference)
@@ -242,11 +226,11 @@ def compare_ranks(
 
 
 def difference(tensor: Tensor, reference: Tensor) -> Difference:
-    """Compare two fp32 tensors of one shape."""
-    gap = tensor - reference
-    norm = reference.norm().item()
+    """Compare two tensors of one shape and of one dtype, fp32 or bf16."""
+    gap = tensor.float() - reference.float()
+    norm = reference.float().norm().item()
     return Difference(
-        identical=torch.equal(tensor.view(torch.int32), reference.view(torch.int32)),
+        identical=torch.equal(tensor.view(torch.int16), reference.view(torch.int16)),
         max_abs=gap.abs().max().item(),
         relative=gap.norm().item() / norm if norm else 0.0,
     )
@@ -256,10 +240,20 @@ def flat(tensors: Iterable[Tensor]) -> Tensor:
     return torch.cat([tensor.detach().flatten() for tensor in tensors])
 
 
-def local_state(
-    parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer, name: str
-) -> Tensor:
-    return flat(optimizer.state[parameter][name] for parameter in parameters)
+def local_states(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
+    """What this rank holds of each parameter's state, in the format that it has in memory."""
+    return [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+
+
+def flat_state(saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Of a state dict, by name: moments, step counts and, where there are, master weights."""
+    by_name = {
+        name: [saved["state"][index][name] for index in sorted(saved["state"])]
+        for name in (*MOMENTS, "step")
+    }
+    if MASTERS in saved:
+        by_name[MASTERS] = [saved[MASTERS][index] for index in sorted(saved[MASTERS])]
+    return {name: flat(tensors) for name, tensors in by_name.items()}
 
 
 def record_state(
@@ -267,19 +261,18 @@ def record_state(
 ) -> None:
     """Fill in what is known after the last step. Collective where the state is sharded."""
     trained.parameters = flat(parameters)
-    trained.held = [optimizer.state[parameter]["exp_avg"].numel() for parameter in parameters]
-    trained.state_bytes = sum(
-        optimizer.state[parameter][name].nbytes for parameter in parameters for name in MOMENTS
-    )
+    states = local_states(optimizer)
+    trained.held = [state["exp_avg"].numel() for state in states]
     if isinstance(optimizer, fusedshard.AdamW):
-        whole = optimizer.full_state_dict()
+        memory = optimizer.memory()
+        trained.moment_bytes, trained.master_bytes = memory["moments"], memory["masters"]
         trained.owned, trained.buckets = describe_layout(optimizer.layout, dist.get_rank())
+        trained.state = flat_state(optimizer.full_state_dict())
     else:
-        whole = optimizer.state_dict()
-    trained.state = {
-        name: flat(whole["state"][index][name] for index in range(len(parameters)))
-        for name in (*MOMENTS, "step")
-    }
+        trained.moment_bytes = sum(state[name].nbytes for state in states for name in MOMENTS)
+        if isinstance(optimizer, MasterAdamW):
+            trained.master_bytes = sum(master.nbytes for master in optimizer.masters)
+        trained.state = flat_state(optimizer.state_dict())
 
 
 def describe_layout(layout: Layout, rank: int) -> tuple[list[Range], list[list[Range]]]:
@@ -327,7 +320,8 @@ def plain(run: Trained, ddp: Trained) -> dict[str, Any]:
         "losses": run.losses,
         "seconds": run.seconds,
         "wire_bytes": run.wire_bytes,
-        "state_bytes": run.state_bytes,
+        "moment_bytes": run.moment_bytes,
+        "master_bytes": run.master_bytes,
         "probes": [
             {"step": step, "from_rank_0": {name: asdict(found) for name, found in probe.items()}}
             for step, probe in run.probes.items()

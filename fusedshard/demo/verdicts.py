@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Report = dict[str, Any]  # see report.summarize
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTERS = "master_weights"
+LOSS_TOLERANCES = {"fp32": 0.01, "bf16": 0.01, "8bit": 0.02}  # by the moments' format
 
 
 @dataclass(frozen=True)
@@ -31,8 +34,14 @@ def judge(report: Report) -> list[Verdict]:
     ]
 
 
+def formats(settings: Report) -> str:
+    """In which numbers a run was computed."""
+    return f"parameters {settings['dtype']}, moments {settings['state_dtype']}"
+
+
 def replicated_is_identical(report: Report) -> Verdict:
-    return _ranks_agree(report, "replicated", ("exp_avg", "exp_avg_sq", "step", "parameters"))
+    masters = [MASTERS] if MASTERS in report["variants"]["replicated"]["comparisons"][0] else []
+    return _ranks_agree(report, "replicated", (*MOMENTS, *masters, "step", "parameters"))
 
 
 def sharded_parameters_are_identical(report: Report) -> Verdict:
@@ -91,6 +100,14 @@ def sharded_equals_replicated(report: Report) -> Verdict:
 
 
 def replicated_matches_ddp(report: Report) -> Verdict:
+    return _parameters_match(report) if _all_is_fp32(report) else _losses_match(report)
+
+
+def _all_is_fp32(report: Report) -> bool:
+    return {report["settings"][name] for name in ("dtype", "state_dtype")} == {"fp32"}
+
+
+def _parameters_match(report: Report) -> Verdict:
     """Two roundings of one formula drift apart slowly; one wrong update is lr at once."""
     found = report["variants"]["replicated"]["difference_from_ddp"]
     tolerance = ddp_tolerance(report)
@@ -102,6 +119,22 @@ def replicated_matches_ddp(report: Report) -> Verdict:
         f"{found['max_abs']:.1e}"
     )
     return Verdict("replicated_matches_ddp", ok, text, {**found, "tolerance": tolerance})
+
+
+def _losses_match(report: Report) -> Verdict:
+    """Where gradients or moments are rounded to fewer bits, in another order than DDP's, each
+    parameter goes its own way, and the loss alone tells whether it is as good a one."""
+    losses = {name: report["variants"][name]["loss"][-1] for name in ("replicated", "ddp")}
+    tolerance = LOSS_TOLERANCES[report["settings"]["state_dtype"]]
+    gap = abs(losses["replicated"] / losses["ddp"] - 1)
+    ok = gap <= tolerance  # False for NaN
+    text = (
+        f"replicated {'does' if ok else 'must do'} what DDP does, which has fp32 moments and fp32 "
+        f"{'masters' if report['settings']['dtype'] == 'bf16' else 'parameters'}: its last loss "
+        f"{'is' if ok else 'must be'} within {tolerance:.0%}; the difference is {gap:.2%}"
+    )
+    measured = {"last_loss": losses, "relative": gap, "tolerance": tolerance}
+    return Verdict("replicated_matches_ddp", ok, text, measured)
 
 
 def ddp_tolerance(report: Report) -> float:
@@ -135,7 +168,7 @@ def mistake_has_diverged(report: Report) -> Verdict:
 
 def _orders_above_ddp(report: Report, gap: float) -> str:
     rounding = report["variants"]["replicated"]["difference_from_ddp"]["max_abs"]
-    if not rounding > 0:
+    if not (_all_is_fp32(report) and rounding > 0):
         return ""
     orders = math.log10(gap / rounding)
     return f": {orders:.1f} orders of magnitude more than replicated differs from DDP"
