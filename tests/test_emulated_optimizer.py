@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from emulated_backend import emulated_kernels
+from mixed import CODED, FORMATS, Formats, train_mixed
 from ranks import Rank, RankPool
 from training import AWKWARD, assert_same_bits, gradient, make_params, train_ours
 from transports import moving_by
@@ -37,6 +38,28 @@ def _train(rank: Rank, module: Path | None, dtype: torch.dtype, options: dict[st
         return train_ours(rank, "AdamW", SHAPES, 3, dtype, **options)
     with emulated_kernels(module), moving_by("staged"):
         return train_ours(rank, "AdamW", SHAPES, 3, dtype, **options)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=str)
+def test_mixed_precision_has_the_cpus_bits(formats: Formats, emulated_module: Path) -> None:
+    want = train_mixed(None, formats, amsgrad=True)
+    with emulated_kernels(emulated_module):
+        assert_same_bits(train_mixed(None, formats, amsgrad=True), want)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options.values()))
+def test_mixed_precision_on_ranks_has_the_cpus_bits(
+    ranks: RankPool, options: dict[str, Any], emulated_module: Path
+) -> None:
+    for formats in (FORMATS[0], Formats(None, CODED, True)):
+        want = train_mixed(None, formats)
+        for ours in ranks.run(3, _train_mixed, emulated_module, formats, options):
+            assert_same_bits(ours, want)
+
+
+def _train_mixed(rank: Rank, module: Path, formats: Formats, options: dict[str, Any]) -> Any:
+    with emulated_kernels(module), moving_by("staged"):
+        return train_mixed(rank, formats, **options)
 
 
 def changing_job() -> Any:
@@ -113,6 +136,25 @@ def test_what_a_capture_would_repeat_is_refused(emulated_module: Path) -> None:
         with pytest.raises(RuntimeError, match="parameter 1: begins to train while a CUDA graph"):
             optimizer.step()
         assert_same_bits([param.detach(), frozen.detach()], list(before))
+
+
+def test_masters_are_not_renewed_in_a_capture(emulated_module: Path) -> None:
+    """Each replay would drop them again."""
+    with emulated_kernels(emulated_module) as backend:
+        param = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+        optimizer = fusedshard.AdamW([param])
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        with torch.no_grad():
+            param.fill_(3.0)
+        backend.graph = True
+        with pytest.raises(RuntimeError, match="master weights: are renewed while a CUDA graph is"):
+            optimizer.step()
+        backend.graph = False
+        optimizer.step()
+        backend.graph = True
+        optimizer.step()
+        assert optimizer._built.steps.tolist() == [3]
 
 
 def test_room_for_amsgrad_is_there_before_the_first_step(emulated_module: Path) -> None:
