@@ -1,8 +1,7 @@
-"""The GPU machine code that a build gives, and what is demanded of it.
+"""The GPU machine code that a build gives.
 
 Compiles csrc/*_cuda.cu with the options that CMakeLists.txt gives, taken from a configured build,
-and reads ptxas' report, the machine code (SASS) and the PTX. Needs no GPU. Run as a program it
-prints a table of all kernels and what is wrong with them.
+and reads ptxas' report, the machine code (SASS) and the PTX. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ import shlex
 import shutil
 import sys
 import sysconfig
-import tempfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,33 +47,8 @@ MULTIPROCESSORS = {
     120: Multiprocessor(1536, 24, 100 * KIB),
 }
 
-# (loads, stores) of 16 bytes that are in a kernel at least; every kernel is listed.
-# A vector loop of adam moves four arrays and stores three of them; with the maximum one more.
-# Where some groups have it there are two loops, one for those that have not.
-ADAM, ADAM_MAX = (4, 3), (4 + 5, 3 + 4)
-REALS = ("float", "double")
-INTEGERS = ("unsigned short", "unsigned int", "unsigned long")
-VECTORS = {
-    **{f"adam<{real}>": ADAM for real in REALS},
-    **{f"adam<{real}, max>": ADAM_MAX for real in REALS},
-    **{f"mean<{real}>": (2, 1) for real in REALS},  # loads the first chunk apart from the others
-    "partial_sums<float, square>": (1, 0),
-    "partial_sums<double, square>": (2, 0),  # a thread takes four lanes at once
-    "partial_sums<double>": (2, 0),
-    **{f"found_inf<{real}>": (1, 0) for real in REALS},
-    **{f"pack<{integer}>": (1, 2) for integer in INTEGERS},  # copies or stores zeros
-    **{f"unpack<{integer}>": (1, 1) for integer in INTEGERS},
-    **{name: (0, 0) for name in ("write_words", "count_steps", "probe")},
-}
 # What `true` for a kernel's template argument means.
-FLAGS = {"adam": "max", "partial_sums": "square"}
-
-# PTX instructions that compute, and those of them that round as the CPU does: without ".rn",
-# ptxas may turn an addition and a multiplication into one FMA.
-ARITHMETIC = re.compile(
-    r"(add|sub|mul|div|sqrt|fma|mad|rcp|rsqrt|ex2|lg2|sin|cos|tanh)\.(.*\.)?(b?f16|f32|f64)\w*"
-)
-EXACT = re.compile(r"(add|sub|mul|div|sqrt)\.rn\.f(32|64)")
+FLAGS = {"adam": "max", "adam_mixed": "max", "partial_sums": "square"}
 
 
 @dataclass(frozen=True)
@@ -100,11 +73,14 @@ class Kernel:
     @property
     def loads(self) -> int:
         """Instructions that load 16 bytes or more from global memory."""
-        return count(self.sass, r"LDG?\.(\w+\.)*(128|256)(\.\w+)*")
+        return self.accesses("LD", "128|256")
 
     @property
     def stores(self) -> int:
-        return count(self.sass, r"STG?\.(\w+\.)*(128|256)(\.\w+)*")
+        return self.accesses("ST", "128|256")
+
+    def accesses(self, kind: str, bits: str) -> int:
+        return count(self.sass, rf"{kind}G?\.(\w+\.)*({bits})(\.\w+)*")
 
     @property
     def occupancy(self) -> float:
@@ -127,65 +103,6 @@ def occupancy(architecture: int, registers: int, shared: int) -> float:
     of_block = KIB + -(-shared // 128) * 128
     fit = (warps * 32 // THREADS, limits.shared // of_block, limits.threads // THREADS)
     return min(*fit, limits.blocks) * THREADS / limits.threads
-
-
-# What is demanded: each rule gives what is wrong with a kernel, or nothing.
-
-
-def check_local_memory(kernel: Kernel) -> str:
-    found = kernel.resources
-    local = count(kernel.sass, r"(LDL|STL)(\..*)?")
-    if found.stack or found.spill_stores or found.spill_loads or local:
-        return (
-            f"{found.stack} bytes of stack, {found.spill_stores} stored and {found.spill_loads} "
-            f"loaded by spills, {local} accesses to local memory"
-        )
-    return ""
-
-
-def check_vectors(kernel: Kernel) -> str:
-    if kernel.name not in VECTORS:
-        return "not listed in VECTORS"
-    loads, stores = VECTORS[kernel.name]
-    if kernel.loads < loads or kernel.stores < stores:
-        return (
-            f"{kernel.loads} loads and {kernel.stores} stores of 16 bytes, wanted {loads} "
-            f"and {stores}"
-        )
-    return ""
-
-
-def check_arithmetic(kernel: Kernel) -> str:
-    wrong = {code for code in kernel.ptx if ARITHMETIC.fullmatch(code)}
-    return ", ".join(sorted(code for code in wrong if not EXACT.fullmatch(code)))
-
-
-def check_atomics(kernel: Kernel) -> str:
-    """None at all, not only of floats: nothing here needs them."""
-    wrong = [code for code in kernel.ptx if re.match(r"(atom|red|multimem)\.", code)]
-    # REDUX is the reduction in a warp; a barrier's is BAR.RED.
-    wrong += [code for code in kernel.sass if re.match(r"ATOM|RED(?!UX)", code)]
-    return ", ".join(sorted(wrong))
-
-
-def check_occupancy(kernel: Kernel) -> str:
-    if kernel.occupancy < 0.5:
-        return f"occupancy {kernel.occupancy:.1%} by {kernel.resources.registers} registers"
-    return ""
-
-
-RULES: dict[str, Callable[[Kernel], str]] = {
-    "local memory": check_local_memory,
-    "vectors": check_vectors,
-    "arithmetic": check_arithmetic,
-    "atomics": check_atomics,
-    "occupancy": check_occupancy,
-}
-
-
-def problems(rule: str, kernels: Iterable[Kernel]) -> list[str]:
-    checked = ((kernel, RULES[rule](kernel)) for kernel in kernels)
-    return [f"{k.name}, sm_{k.architecture}: {problem}" for k, problem in checked if problem]
 
 
 # What the tools print.
@@ -241,7 +158,7 @@ def short_name(demangled: str) -> str:
     match = re.search(r"(\w+)_kernel(?:<(.*?)>)?\(", demangled)
     if match is None:
         return demangled
-    arguments = [part.strip() for part in (match[2] or "").split(",")]
+    arguments = [part.strip().removeprefix("fusedshard::") for part in (match[2] or "").split(",")]
     kept = [FLAGS.get(match[1], part) if part == "true" else part for part in arguments]
     listed = ", ".join(part for part in kept if part not in ("", "false"))
     return f"{match[1]}<{listed}>" if listed else match[1]
@@ -370,29 +287,12 @@ def configure(tools: Tools, folder: Path) -> Compiler:
 def table(kernels: Iterable[Kernel]) -> str:
     columns = ("sm", "registers", "spilled bytes", "occupancy", "16-byte loads", "stores")
     widths = [len(column) + 2 for column in columns]
-    lines = [f"{'kernel':30}" + "".join(f"{c:>{w}}" for c, w in zip(columns, widths, strict=True))]
+    lines = [f"{'kernel':36}" + "".join(f"{c:>{w}}" for c, w in zip(columns, widths, strict=True))]
     for kernel in kernels:
         found = kernel.resources
         spilled = found.spill_stores + found.spill_loads
         share = f"{kernel.occupancy:.0%}"
         cells = (kernel.architecture, found.registers, spilled, share, kernel.loads, kernel.stores)
         row = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        lines.append(f"{kernel.name:30}{row}")
+        lines.append(f"{kernel.name:36}{row}")
     return "\n".join(lines)
-
-
-def main() -> int:
-    tools = find_tools()
-    if isinstance(tools, str):
-        print(tools, file=sys.stderr)
-        return 2
-    with tempfile.TemporaryDirectory() as folder:
-        kernels = configure(tools, Path(folder)).compile_all()
-    print(table(kernels))
-    found = [f"{rule}: {problem}" for rule in RULES for problem in problems(rule, kernels)]
-    print("\n".join(found) or "nothing wrong")
-    return 1 if found else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

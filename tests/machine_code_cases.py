@@ -18,16 +18,14 @@ from machine_code import (
     CSRC,
     KIB,
     MULTIPROCESSORS,
-    RULES,
-    VECTORS,
     Compiler,
     Kernel,
     configure,
     find_tools,
     occupancy,
-    problems,
     table,
 )
+from machine_code_rules import CODES, RULES, VECTORS, problems
 
 pytestmark = pytest.mark.build
 
@@ -40,8 +38,9 @@ __device__ Vector<T> load_each(const T* from) {
   return vector;
 }
 template <typename T>
-__device__ void store_each(volatile T* to, const Vector<T>& vector) {  // else nvcc joins them
-  for (int k = 0; k < Vector<T>::kWidth; ++k) to[k] = vector.at[k];
+__device__ void store_each(T* to, const Vector<T>& vector) {
+  auto* bytes = reinterpret_cast<volatile char*>(to);  // else nvcc joins them
+  for (int k = 0; k < sizeof(vector); ++k) bytes[k] = reinterpret_cast<const char*>(&vector)[k];
 }
 """
 FAULTY = """
@@ -61,6 +60,8 @@ __global__ void added_kernel(float* x, int i) {
 Edit = tuple[str, str]
 OF_ADAM = {name for name in VECTORS if name.startswith("adam<")}
 WITH_MAX = {name for name in OF_ADAM if "max" in name}
+OF_MIXED = {name for name in VECTORS if name.startswith("adam_mixed<")}
+MIXED, FORMATS = "mixed_cuda.cu", "mixed_formats.cuh"
 
 
 def give_up(reason: str) -> NoReturn:
@@ -127,16 +128,23 @@ def test_occupancy(architecture: int, registers: int, shared: int, share: float)
 
 
 def plant(
-    compiler: Compiler, folder: Path, source: str, *edits: Edit, without: Sequence[str] = ()
+    compiler: Compiler,
+    folder: Path,
+    source: str,
+    *edits: Edit,
+    edited: str | None = None,
+    without: Sequence[str] = (),
 ) -> list[Kernel]:
-    """The kernels of an edited copy of a file in csrc/, for one architecture."""
-    path = shutil.copytree(CSRC, folder / "csrc") / source
+    """The kernels of a file in csrc/, for one architecture, where that or another is edited."""
+    copy = shutil.copytree(CSRC, folder / "csrc")
+    path = copy / (edited or source)
     text = path.read_text()
     for pattern, replacement in edits:
         text, changes = re.subn(pattern, replacement, text)
         assert changes, pattern
     path.write_text(text.replace("namespace fusedshard {", f"namespace fusedshard {{{ONE_BY_ONE}"))
-    return compiler.compile(path, folder / "planted.o", compiler.architectures[:1], without)
+    output = folder / "planted.o"
+    return compiler.compile(copy / source, output, compiler.architectures[:1], without)
 
 
 def reported(rule: str, kernels: list[Kernel]) -> set[str]:
@@ -177,18 +185,30 @@ def test_planted_scalar_access(
     assert names <= reported("vectors", planted)
 
 
-def test_planted_spills(compiler: Compiler, tmp_path: Path) -> None:
+@pytest.mark.parametrize("access", [r"load\(x \+ from\)", r"store\(to \+ from, vector\)"])
+@pytest.mark.parametrize(("types", "names"), [("true", OF_MIXED), ("sizeof(T) == 1", set(CODES))])
+def test_planted_scalar_access_of_mixed_precision(
+    access: str, types: str, names: set[str], compiler: Compiler, tmp_path: Path
+) -> None:
+    """Of all arrays, and of codes alone."""
+    whole = access.replace("\\", "")
+    edit = (access, f"{types} ? {whole.replace('(', '_each(', 1)} : {whole}")
+    assert reported("vectors", plant(compiler, tmp_path, MIXED, edit, edited=FORMATS)) == names
+
+
+@pytest.mark.parametrize(("source", "names"), [("adam_cuda.cu", OF_ADAM), (MIXED, OF_MIXED)])
+def test_planted_spills(source: str, names: set[str], compiler: Compiler, tmp_path: Path) -> None:
     """Eight blocks a multiprocessor leave a thread half of the registers."""
     edit = (r"__launch_bounds__\(kThreads, \w+\)", "__launch_bounds__(kThreads, 8)")
-    planted = plant(compiler, tmp_path, "adam_cuda.cu", edit)
-    assert reported("local memory", planted) == OF_ADAM
+    assert reported("local memory", plant(compiler, tmp_path, source, edit)) == names
 
 
 @pytest.mark.parametrize(
     ("source", "contracted"),
     [
         ("adam_cuda.cu", OF_ADAM),
-        ("reduce_cuda.cu", {"partial_sums<float, square>", "partial_sums<double, square>"}),
+        (MIXED, OF_MIXED),
+        ("reduce_cuda.cu", {name for name in VECTORS if "square" in name}),
     ],
 )
 def test_planted_contraction(
