@@ -1,4 +1,5 @@
-"""The CPU update alone, in fp32: fusedshard against torch.optim.AdamW and the roofline.
+"""The CPU update alone: in fp32 against torch.optim.AdamW, and in mixed precision, each beside the
+roofline.
 
     python benchmarks/bench_kernel.py [--elements N] [--threads 1 2] [--isa all] [--quick]
 
@@ -19,16 +20,17 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import mixed_arrays
 import torch
 from harness import Samples, Spread, Timing, interleave, ratio, threads
 from load import median_other_cores, wait_for_idle
+from mixed_arrays import CONFIGURATIONS
 from record import Bar, add_common_options, bars_table, busy, header, open_console, write
 from rich.table import Table
 
 from fusedshard import _C, kernels
-from fusedshard.layout import Segment
 from fusedshard.native import AdamState
-from fusedshard.tables import GroupScalars, StepTables
+from fusedshard.tables import GroupScalars
 
 Update = Callable[[], object]
 
@@ -38,6 +40,15 @@ READ_FLOOR = "read floor"
 UPDATE_BYTES = 28  # an element: parameter, gradient and two moments read, all but gradient written
 READ_BYTES = 16
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
+GROUP = GroupScalars(
+    beta1=0.9,
+    beta2=0.999,
+    eps=1e-8,
+    decoupled=True,
+    amsgrad=False,
+    maximize=False,
+    **HYPERPARAMETERS,
+)
 
 
 class Arrays(NamedTuple):
@@ -78,31 +89,8 @@ class Contender:
 
 
 def fusedshard_update(isa: str, arrays: Arrays) -> Update:
-    elements = arrays.param.numel()
-    segment = Segment(param=0, param_start=0, shard_start=0, length=elements)
-    group_of, steps = torch.zeros(1).long(), torch.zeros(1).long()
-    tables = StepTables([([segment], arrays.param.itemsize)], group_of, 1, arrays.param.device)
-    tables.point_at_shards([arrays.grad])
-    tables.set_used(torch.ones(1).long())
     state = AdamState(arrays.param, arrays.exp_avg, arrays.exp_avg_sq, None)
-    group = GroupScalars(
-        beta1=0.9,
-        beta2=0.999,
-        eps=1e-8,
-        decoupled=True,
-        amsgrad=False,
-        maximize=False,
-        **HYPERPARAMETERS,
-    )
-
-    def update() -> None:
-        _C.set_cpu_variant(isa)
-        tables.set_groups([group])
-        tables.upload()
-        kernels.adam_(state, tables.tables[0], steps)
-        steps.add_(1)
-
-    return update
+    return mixed_arrays.adamw_update(isa, state, arrays.grad, GROUP)
 
 
 def torch_update(implementation: str, arrays: Arrays) -> Update:
@@ -178,17 +166,34 @@ def counted(work: Update) -> float:
     return time.perf_counter() - start
 
 
-def measure(args: argparse.Namespace) -> dict[int, Timing]:
-    """Times of everything, by number of threads."""
+class Measured(NamedTuple):
+    """What is timed, and the bytes that it has to move for an element."""
+
+    work: Update
+    update_bytes: int
+
+
+def works(args: argparse.Namespace) -> dict[str, Measured]:
     shared = allocate(args.elements, flat=True)
-    works: dict[str, Update] = {
-        ROOFLINE: partial(roofline, args.isa[0], shared),
-        READ_FLOOR: partial(read_floor, shared),
+    found = {
+        ROOFLINE: Measured(partial(roofline, args.isa[0], shared), UPDATE_BYTES),
+        READ_FLOOR: Measured(partial(read_floor, shared), READ_BYTES),
     }
     for contender in contenders(args.isa):
         arrays = shared if contender.flat else allocate(args.elements, flat=False)
-        works[contender.name] = contender.build(arrays)
-    variants = {name: partial(counted, work) for name, work in works.items()}
+        found[contender.name] = Measured(contender.build(arrays), UPDATE_BYTES)
+    for configuration in CONFIGURATIONS:
+        state, gradient = mixed_arrays.allocate(configuration, args.elements)
+        for isa in args.isa:
+            name = f"{our_name(isa)}: {configuration.name}"
+            work = mixed_arrays.adamw_update(isa, state, gradient, GROUP)
+            found[name] = Measured(work, configuration.update_bytes)
+    return found
+
+
+def measure(args: argparse.Namespace, measured: dict[str, Measured]) -> dict[int, Timing]:
+    """Times of everything, by number of threads."""
+    variants = {name: partial(counted, work) for name, (work, _) in measured.items()}
     idle = partial(wait_for_idle, args.idle_wait)
     timings = {}
     for count in args.threads:
@@ -197,18 +202,19 @@ def measure(args: argparse.Namespace) -> dict[int, Timing]:
     return timings
 
 
-def rows(samples: Samples, elements: int) -> list[dict[str, Any]]:
+def rows(samples: Samples, elements: int, measured: dict[str, Measured]) -> list[dict[str, Any]]:
     """The figures of one number of threads."""
     found = []
     for name, seconds in samples.items():
-        spread = Spread.of(seconds)
-        counted_bytes = READ_BYTES if name == READ_FLOOR else UPDATE_BYTES
+        spread, update_bytes = Spread.of(seconds), measured[name].update_bytes
+        share = ratio(samples, ROOFLINE, name).scaled(update_bytes / UPDATE_BYTES)
         found.append(
             {
                 "name": name,
+                "bytes_an_element": update_bytes,
                 "seconds": asdict(spread),
-                "gigabytes_per_second": counted_bytes * elements / spread.median / 1e9,
-                "share_of_roofline": asdict(ratio(samples, ROOFLINE, name)),
+                "gigabytes_per_second": update_bytes * elements / spread.median / 1e9,
+                "share_of_roofline": asdict(share),
                 "speed_against_torch_fused": asdict(ratio(samples, TORCH, name)),
                 "samples": seconds,
             }
@@ -232,11 +238,13 @@ def bars(samples: dict[int, Samples], ours: str) -> list[Bar]:
 
 def results_table(result: dict[str, Any]) -> Table:
     table = Table(title=f"threads: {result['threads']}, {busy(result['other_cores'])}")
-    for column in ("", "ms: median (quartiles)", "GB/s", "of roofline", "against torch fused"):
+    columns = ("", "bytes", "ms: median (quartiles)", "GB/s", "of roofline", "against torch fused")
+    for column in columns:
         table.add_column(column, justify="right" if column else "left")
     for row in result["rows"]:
         table.add_row(
             row["name"],
+            str(row["bytes_an_element"]),
             Spread(**row["seconds"]).text(scale=1e3),
             f"{row['gigabytes_per_second']:.1f}",
             Spread(**row["share_of_roofline"]).text(),
@@ -246,7 +254,7 @@ def results_table(result: dict[str, Any]) -> Table:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The CPU update alone, in fp32.")
+    parser = argparse.ArgumentParser(description="The CPU update alone.")
     variants = _C.cpu_variants()
     parser.add_argument("--elements", type=int, help="of each array (default: 32 Mi)")
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
@@ -270,7 +278,8 @@ def main() -> None:
     args = parse()
     console = open_console()
     differences = {c.name: largest_difference(c) for c in contenders(args.isa)}
-    timings = measure(args)
+    measured = works(args)
+    timings = measure(args, measured)
     samples = {count: timing.samples for count, timing in timings.items()}
     found_bars = bars(samples, our_name(args.isa[0]))
     report = header("kernel", args) | {
@@ -279,13 +288,13 @@ def main() -> None:
             {
                 "threads": count,
                 "other_cores": median_other_cores([timing.rounds]),
-                "rows": rows(timing.samples, args.elements),
+                "rows": rows(timing.samples, args.elements, measured),
             }
             for count, timing in timings.items()
         ],
         "bars": [bar.as_json() for bar in found_bars],
     }
-    console.print(f"{args.elements} fp32 elements, {args.repeats} interleaved rounds")
+    console.print(f"{args.elements} elements, {args.repeats} interleaved rounds")
     for result in report["results"]:
         console.print(results_table(result))
         ceiling = ratio(samples[result["threads"]], TORCH, READ_FLOOR)

@@ -86,6 +86,9 @@ class Spread:
         lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
         return Spread(median, lower, upper)
 
+    def scaled(self, factor: float) -> Spread:
+        return Spread(self.median * factor, self.lower * factor, self.upper * factor)
+
     def text(self, scale: float = 1.0, digits: int = 2) -> str:
         values = (self.median, self.lower, self.upper)
         median, lower, upper = (f"{value * scale:.{digits}f}" for value in values)

@@ -112,7 +112,7 @@ def _lines(path: str) -> list[str]:
 
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("fusedshard", "deepspeed"):
+    for package in ("fusedshard", "deepspeed", "torchao"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

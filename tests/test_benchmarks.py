@@ -19,6 +19,18 @@ needs_fsdp_on_cpus = pytest.mark.skipif(
 )
 
 
+KERNEL_BYTES = {
+    "read floor": 16,
+    "bf16 + remainder, fp32 moments": 28,
+    "bf16 + remainder, bf16 moments": 20,
+    "bf16 + remainder, 8-bit moments": 16,
+    "bf16 alone, bf16 moments": 16,
+    "bf16 + fp32 master, fp32 moments": 32,
+    "fp16 + fp32 master, fp32 moments": 32,
+    "fp32, 8-bit moments": 16,
+}
+
+
 def test_kernel(tmp_path: Path) -> None:
     options = ("--isa", "all", "--elements", "5000", "--repeats", "2", "--idle-wait", "0.01")
     printed = run(tmp_path, str(BENCHMARKS / "bench_kernel.py"), *options)
@@ -30,11 +42,15 @@ def test_kernel(tmp_path: Path) -> None:
         assert result["threads"] == count
         rows = {row["name"]: row for row in result["rows"]}
         assert variants < set(rows)
+        mixed = KERNEL_BYTES.keys() - {"read floor"}
+        assert {f"{variant}: {kind}" for variant in variants for kind in mixed} < set(rows)
         assert {"roofline", "read floor", "torch AdamW fused", "torch AdamW foreach"} < set(rows)
         for name, row in rows.items():
             assert len(row["samples"]) == report["settings"]["repeats"]
             check_spread(row["seconds"])
-            counted = (16 if name == "read floor" else 28) * report["settings"]["elements"]
+            kind = name if name == "read floor" else name.partition(": ")[2]
+            assert row["bytes_an_element"] == KERNEL_BYTES.get(kind, 28)
+            counted = row["bytes_an_element"] * report["settings"]["elements"]
             bandwidth = counted / row["seconds"]["median"] / 1e9
             assert row["gigabytes_per_second"] == pytest.approx(bandwidth)
             assert name in printed
@@ -44,6 +60,37 @@ def test_kernel(tmp_path: Path) -> None:
     assert variants < set(differences)
     assert max(differences.values()) < 1e-6, "not all did the same work"
     assert len(report["bars"]) == 4
+    check_bars(report, printed)
+
+
+MIXED_VARIANTS = {
+    "fusedshard",
+    "fusedshard, bf16 moments",
+    "fusedshard, 8-bit moments",
+    "fusedshard, 8-bit moments, no masters, no clipping",
+    "torch, fp32 masters",
+}
+TORCHAO = "torchao AdamW8bit, no clipping"
+
+
+def test_mixed(tmp_path: Path) -> None:
+    options = ("--elements", "140000", "--threads", "1", "--repeats", "2")
+    printed = run(tmp_path, str(BENCHMARKS / "bench_mixed.py"), *options)
+    report = only_report(tmp_path, "mixed")
+    rows = {row["name"]: row for row in report["results"]}
+    assert MIXED_VARIANTS <= set(rows) <= MIXED_VARIANTS | {TORCHAO}
+    for name, row in rows.items():
+        assert len(row["samples"]) == report["settings"]["repeats"] == 2
+        check_spread(row["seconds"])
+        assert name in printed
+    assert rows["torch, fp32 masters"]["speed_against_torch"]["median"] == 1
+    differences = report["largest_difference_from_fp64"]
+    assert set(differences) == set(rows)
+    # Parameters up to 1 moved by 0.03, and were rounded to bf16 at the end.
+    for name in ("fusedshard", "torch, fp32 masters"):
+        assert 0 < differences[name] < 2**-7, "not all did the same work"
+    assert len(report["bars"]) == (2 if TORCHAO in rows else 1)
+    assert ("torchao is not installed" in printed) == (TORCHAO not in rows)
     check_bars(report, printed)
 
 

@@ -1,0 +1,93 @@
+"""Shards in mixed precision for bench_kernel.py: their formats, and what an update moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from fusedshard import _C, kernels
+from fusedshard.layout import Segment
+from fusedshard.native import CODE_BLOCK, AdamState
+from fusedshard.tables import GroupScalars, StepTables
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How the arrays of a shard lie in memory; gradients are fp32, as after averaging."""
+
+    name: str
+    param: torch.dtype
+    master: torch.dtype | None
+    moments: torch.dtype
+
+    @property
+    def update_bytes(self) -> int:
+        """That an update moves for an element: the gradient is read, all else is read and written.
+        (The exponents of codes are 1/32 byte more.)"""
+        master = 0 if self.master is None else self.master.itemsize
+        return 4 + 2 * (self.param.itemsize + master + 2 * self.moments.itemsize)
+
+
+_NARROW = torch.bfloat16
+CONFIGURATIONS = (
+    Configuration("bf16 + remainder, fp32 moments", _NARROW, torch.int16, torch.float32),
+    Configuration("bf16 + remainder, bf16 moments", _NARROW, torch.int16, torch.bfloat16),
+    Configuration("bf16 + remainder, 8-bit moments", _NARROW, torch.int16, torch.uint8),
+    Configuration("bf16 alone, bf16 moments", _NARROW, None, torch.bfloat16),
+    Configuration("bf16 + fp32 master, fp32 moments", _NARROW, torch.float32, torch.float32),
+    Configuration("fp16 + fp32 master, fp32 moments", torch.float16, torch.float32, torch.float32),
+    Configuration("fp32, 8-bit moments", torch.float32, None, torch.uint8),
+)
+
+
+def allocate(configuration: Configuration, elements: int) -> tuple[AdamState, torch.Tensor]:
+    """A shard as an optimizer allocates it, and its gradient."""
+
+    def new(dtype: torch.dtype) -> torch.Tensor:
+        return kernels.flat_memory(elements, dtype)
+
+    param, gradient = new(configuration.param), new(torch.float32)
+    generator = torch.Generator().manual_seed(0)
+    param.normal_(generator=generator)
+    gradient.uniform_(0.5, 1.5, generator=generator)
+    master = None if configuration.master is None else new(configuration.master)
+    if configuration.master == torch.float32 and master is not None:
+        master.copy_(param)
+    exponents: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if configuration.moments == torch.uint8:
+        blocks = partial(kernels.flat_memory, -(-elements // CODE_BLOCK), torch.uint8)
+        exponents = (blocks(), blocks(), None)
+    narrow = configuration.moments != torch.float32
+    state = AdamState(
+        param=param,
+        exp_avg=new(configuration.moments),
+        exp_avg_sq=new(configuration.moments),
+        max_exp_avg_sq=None,
+        master=master,
+        exponents=exponents,
+        seed=0 if narrow else None,
+    )
+    return state, gradient
+
+
+def adamw_update(
+    isa: str, state: AdamState, gradient: torch.Tensor, group: GroupScalars
+) -> Callable[[], None]:
+    """The update of a shard that holds one parameter."""
+    segment = Segment(param=0, param_start=0, shard_start=0, length=gradient.numel())
+    group_of, steps = torch.zeros(1).long(), torch.zeros(1).long()
+    tables = StepTables([([segment], state.param.itemsize)], group_of, 1, gradient.device)
+    tables.set_used(torch.ones(1).long())
+
+    def update() -> None:
+        _C.set_cpu_variant(isa)
+        tables.set_groups([group])
+        tables.point_at_shards([gradient])  # here, so that it is kept
+        tables.upload()
+        kernels.adam_(state, tables.tables[0], steps)
+        steps.add_(1)
+
+    return update
