@@ -66,11 +66,12 @@ def ours(params: Sequence[Parameter], *, clip: bool = True, **formats: Any) -> S
 
 
 def torch_with_masters(params: Sequence[Parameter]) -> Step:
-    masters = [Parameter(param.detach().float()) for param in params]
+    copies: list[torch.Tensor] = list(params)
+    masters: list[torch.Tensor] = [Parameter(param.detach().float()) for param in params]
+    narrow = [param.grad for param in params if param.grad is not None]
     wide = [torch.zeros_like(master) for master in masters]
     for master, gradient in zip(masters, wide, strict=True):
         master.grad = gradient
-    narrow = [param.grad for param in params]
     optimizer = torch.optim.AdamW(masters, **HYPERPARAMETERS, fused=True)
 
     @torch.no_grad()
@@ -78,7 +79,7 @@ def torch_with_masters(params: Sequence[Parameter]) -> Step:
         torch._foreach_copy_(wide, narrow)
         torch.nn.utils.clip_grad_norm_(masters, MAX_NORM)
         optimizer.step()
-        torch._foreach_copy_(params, masters)
+        torch._foreach_copy_(copies, masters)
 
     return step
 
