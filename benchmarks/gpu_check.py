@@ -30,6 +30,7 @@ LIMITS = {
     "memcheck": 60,
     "racecheck": 60,
     "update": 120,
+    "mixed": 60,
     "graph": 40,
     "nccl": 60,
 }

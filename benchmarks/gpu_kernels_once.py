@@ -11,9 +11,17 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedshard.kernels import adam_, count_steps_, found_inf_, mean_, square_sum
+from fusedshard.kernels import (
+    SUPPORTED_DTYPES,
+    adam_,
+    count_steps_,
+    found_inf_,
+    mean_,
+    square_sum,
+    wide_dtype,
+)
 from fusedshard.layout import Segment
-from fusedshard.native import BACKENDS, AdamState
+from fusedshard.native import BACKENDS, CODE_BLOCK, AdamState
 from fusedshard.tables import GroupScalars, StepTables, gradient_addresses, integers
 
 SIZES = (1, 7, 4097)
@@ -25,6 +33,19 @@ GROUPS = (
     ADAMW._replace(amsgrad=True),
     ADAMW._replace(amsgrad=True, decoupled=False),
 )
+# Dtypes of the parameter, of its master, and of the moments.
+MixedFormats = tuple[torch.dtype, torch.dtype | None, torch.dtype]
+MIXED_FORMATS: list[MixedFormats] = [
+    (param, master, moments)
+    for param, master in (
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.bfloat16, torch.int16),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    )
+    for moments in (torch.float32, torch.bfloat16, torch.uint8)
+]
 
 
 def random(numel: int, dtype: torch.dtype, device: str, offset: int = 0) -> torch.Tensor:
@@ -65,6 +86,31 @@ def run_adam(dtype: torch.dtype, device: str, offset: int, groups: Sequence[Grou
         count_steps_(steps, steps.float(), tables.device_used, found_inf)
 
 
+def run_mixed(formats: MixedFormats, device: str, offset: int, seed: int | None) -> None:
+    """Gradients of the parameters' dtype and, with an offset, in fp32."""
+    param_dtype, master, moments = formats
+    segments = [
+        Segment(index, 0, index * 2 * CODE_BLOCK, length)
+        for index, length in enumerate((1, CODE_BLOCK + 7, 2 * CODE_BLOCK - 1, 8200))
+    ]
+    numel = segments[-1].shard_start + segments[-1].length
+    p, m, v, largest = (random(numel, d, device) for d in (param_dtype, *[moments] * 3))
+    kept = None if master is None else random(numel, master, device)
+    exponents: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if moments == torch.uint8:
+        blocks = -(-numel // CODE_BLOCK)
+        exponents = tuple(random(blocks, moments, device) for _ in range(3))
+    state = AdamState(p, m, v, largest, kept, exponents, seed)
+    wide = offset != 0
+    grad_dtype = torch.float32 if wide else param_dtype
+    grads = [random(s.length, grad_dtype, device, offset) for s in segments]
+    tables = tables_of(segments, param_dtype.itemsize, GROUPS, device)
+    are_wide = integers([int(wide and param_dtype.itemsize == 2)] * len(segments))
+    tables.point_at_params(gradient_addresses(grads), are_wide)
+    tables.upload()
+    adam_(state, tables.tables[0], integers([0] * len(segments)).to(device))
+
+
 def run_moves(dtype: torch.dtype, device: str, offset: int) -> None:
     """pack and unpack, of any size of elements: the wrapper takes those of the update only."""
     segments = segments_of([*SIZES, 3], gap=3)
@@ -85,13 +131,18 @@ def run_reductions(numel: int, dtype: torch.dtype, device: str, offset: int) -> 
     found_inf_(torch.zeros((), device=device), x)
     for count, gap in itertools.product((1, 3), (0, 1, 8)):
         room = random(count * (numel + gap), dtype, device, offset)
-        mean_(x, [part[:numel] for part in room.split(numel + gap)])
+        out = random(numel, wide_dtype(dtype), device, offset)
+        mean_(out, [part[:numel] for part in room.split(numel + gap)])
 
 
 def run_all(device: str) -> None:
     for dtype, offset in itertools.product((torch.float32, torch.float64), OFFSETS):
         for groups in (GROUPS, GROUPS[:2]):
             run_adam(dtype, device, offset, groups)
+    for formats, offset in itertools.product(MIXED_FORMATS, OFFSETS):
+        for seed in (None, 7):
+            run_mixed(formats, device, offset, seed)
+    for dtype, offset in itertools.product(SUPPORTED_DTYPES, OFFSETS):
         for numel in (*SIZES, 3 * 4096 + 5):
             run_reductions(numel, dtype, device, offset)
     for dtype in (torch.bfloat16, torch.float32, torch.float64):

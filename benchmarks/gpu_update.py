@@ -36,10 +36,10 @@ BETA1, BETA2 = 0.9, 0.999
 HYPERPARAMETERS: dict[str, Any] = {"lr": LR, "weight_decay": DECAY}
 
 
-def whole_table(grad: torch.Tensor) -> SegmentTable:
-    """Of one parameter that is the shard, ready to run."""
+def whole_table(grad: torch.Tensor, itemsize: int) -> SegmentTable:
+    """Of one parameter that is the shard, with so many bytes an element, ready to run."""
     segment = Segment(0, 0, 0, grad.numel())
-    tables = StepTables([([segment], grad.itemsize)], integers([0]), 1, grad.device)
+    tables = StepTables([([segment], itemsize)], integers([0]), 1, grad.device)
     group = GroupScalars(
         LR, BETA1, BETA2, EPS, DECAY, decoupled=True, amsgrad=False, maximize=False
     )
@@ -62,7 +62,7 @@ def contenders(elements: int, device: str) -> dict[str, Work]:
     theirs.state[param].update(step=step, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
     torch_steps = [torch.full((), 2.0, device=device)]  # torch counts before its kernel runs
     state = AdamState(param.detach(), exp_avg, exp_avg_sq, None)
-    table, steps = whole_table(grad), integers([1]).to(device)
+    table, steps = whole_table(grad, grad.itemsize), integers([1]).to(device)
     target = torch.empty_like(grad)
 
     def torch_kernel() -> None:
@@ -127,9 +127,9 @@ def rows(samples: Samples, elements: int) -> list[dict[str, Any]]:
     return found
 
 
-def share_of_copy(samples: Samples, name: str) -> Spread:
+def share_of_copy(samples: Samples, name: str, update_bytes: float = UPDATE_BYTES) -> Spread:
     """Bytes a second, as a share of the copy's, round by round."""
-    weight = 1.0 if name == COPY else UPDATE_BYTES / COPY_BYTES
+    weight = 1.0 if name == COPY else update_bytes / COPY_BYTES
     pairs = zip(samples[COPY], samples[name], strict=True)
     return Spread.of([weight * copy / seconds for copy, seconds in pairs])
 

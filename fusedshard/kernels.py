@@ -199,7 +199,8 @@ def _check_mixed(state: AdamState, table: SegmentTable) -> None:
         raise ValueError(
             f"table: got segments that begin at multiples of {table.alignment}, wanted {multiple}"
         )
-    for name, array in zip(("param", "master"), (param, master), strict=True):
+    for name in ("param", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+        array = getattr(state, name)
         if array is not None and array.data_ptr() % 16:
             raise ValueError(f"{name}: got address {array.data_ptr():#x}, wanted a multiple of 16")
 

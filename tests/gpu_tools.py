@@ -49,8 +49,16 @@ def placed(tensor: torch.Tensor, device: str = DEVICE, offset: int = 0) -> torch
 def placed_state(
     state: AdamState, device: str = DEVICE, offsets: Sequence[int] = (0, 0, 0, 0)
 ) -> AdamState:
-    pairs = zip(state, offsets, strict=True)
-    return AdamState(*(None if a is None else placed(a, device, o) for a, o in pairs))  # type: ignore[arg-type]
+    """``offsets``: of the parameter and the three moments."""
+
+    def put(array: torch.Tensor | None, offset: int = 0) -> Any:
+        return None if array is None else placed(array, device, offset)
+
+    moved = zip((state.param, *state.moments), offsets, strict=True)
+    param, exp_avg, exp_avg_sq, max_exp_avg_sq = (put(array, offset) for array, offset in moved)
+    exponents = tuple(put(array) for array in state.exponents)
+    master = put(state.master)
+    return AdamState(param, exp_avg, exp_avg_sq, max_exp_avg_sq, master, exponents, state.seed)
 
 
 def on_host(tree: Any) -> Any:

@@ -20,7 +20,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 REMAINDER, CODES = torch.int16, torch.uint8
 NAMES = {None: "none", BF16: "bf16", FP16: "fp16", FP32: "fp32", REMAINDER: "rest", CODES: "codes"}
 
-BACKENDS = ["cpu"]
+BACKENDS = ["cpu", "emulated"]
 on_each_mixed_backend = [
     pytest.mark.usefixtures("each_backend"),
     pytest.mark.parametrize("each_backend", BACKENDS, indirect=True),
@@ -92,10 +92,10 @@ def update_mixed(
 ) -> None:
     """Update a shard that holds one parameter, or a part of it; ``grad``: of its dtype or fp32."""
     segments = [Segment(place.param, place.first, 0, grad.numel())]
-    tables = tables_of(segments, state.param.itemsize, [group])
+    tables = tables_of(segments, state.param.itemsize, [group], device=grad.device.type)
     tables.point_at_shards([grad])
     tables.upload()
-    steps = integers([place.step - 1] * (place.param + 1))
+    steps = integers([place.step - 1] * (place.param + 1)).to(grad.device)
     adam_(state, tables.tables[0], steps, grad_scale, found_inf)
 
 

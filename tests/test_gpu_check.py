@@ -156,7 +156,7 @@ def test_without_a_gpu_it_says_so_once(tmp_path: Path, with_rich: bool) -> None:
 
 def test_every_file_with_tests_for_a_gpu_is_a_stage(module: Load) -> None:
     names = {path.name for path in module("gpu_check").gpu_tests()}
-    kinds = ("kernels", "streams", "optimizer", "ranks")
+    kinds = ("kernels", "mixed", "streams", "optimizer", "ranks")
     assert {f"test_gpu_{kind}.py" for kind in kinds} <= names
     assert Path(__file__).name not in names
 
@@ -257,6 +257,30 @@ def test_shares_and_bars_of_a_size(module: Load) -> None:
     rows = {row["name"]: row for row in update.rows(samples, 10**9)}
     assert rows[update.COPY]["gigabytes_per_second"] == pytest.approx(8 / 12)
     assert rows[update.KERNEL]["gigabytes_per_second"] == pytest.approx(28 / 42)
+
+
+def test_configurations_of_mixed_precision(module: Load) -> None:
+    mixed = module("gpu_mixed")
+    first_five = [round(formats.bytes_per_element, 2) for formats in mixed.CONFIGURATIONS[:5]]
+    assert first_five == [28, 28, 20, 16.03, 18]
+    for formats in mixed.CONFIGURATIONS:
+        work = mixed.update_of(formats, 5000, "cpu")
+        state = work.args[0]
+        before = state.param.clone()
+        work()
+        assert not torch.equal(state.param, before), str(formats)
+    assert len({str(formats) for formats in mixed.CONFIGURATIONS}) == len(mixed.CONFIGURATIONS)
+
+
+def test_row_of_a_configuration(module: Load) -> None:
+    """An update that moves twice the copy's bytes in twice its time."""
+    mixed = module("gpu_mixed")
+    formats = mixed.CONFIGURATIONS[3]
+    nbytes = formats.bytes_per_element
+    samples = {mixed.COPY: [8.0, 16.0], str(formats): [nbytes, 2 * nbytes]}
+    row = mixed.row_of(samples, formats, 10**9)
+    assert row["share_of_copy"] == {"median": 1.0, "lower": 1.0, "upper": 1.0}
+    assert row["gigabytes_per_second"] == pytest.approx(1 / 1.5)
 
 
 def test_the_program_for_compute_sanitizer_runs_every_kernel(module: Load) -> None:

@@ -170,7 +170,7 @@ def test_segments_that_begin_within_a_block(formats: Formats, start: int, wanted
     check_refusal(state_of(formats), "table", ValueError, message, start)
 
 
-@pytest.mark.parametrize("name", ["param", "master"])
+@pytest.mark.parametrize("name", ["param", "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
 def test_arrays_that_vectors_cannot_be_read_from(name: str) -> None:
     state = state_of(Formats(BF16, REMAINDER, FP32))
     room = torch.zeros(NUMEL + 1, dtype=getattr(state, name).dtype)
