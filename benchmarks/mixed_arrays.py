@@ -1,4 +1,5 @@
-"""Shards in mixed precision for bench_kernel.py: their formats, and what an update moves."""
+"""Shards in mixed precision for bench_kernel.py and gpu_mixed.py: their formats, and what an update
+of them moves."""
 
 from __future__ import annotations
 
@@ -43,14 +44,16 @@ CONFIGURATIONS = (
 )
 
 
-def allocate(configuration: Configuration, elements: int) -> tuple[AdamState, torch.Tensor]:
+def allocate(
+    configuration: Configuration, elements: int, device: str = "cpu"
+) -> tuple[AdamState, torch.Tensor]:
     """A shard as an optimizer allocates it, and its gradient."""
 
-    def new(dtype: torch.dtype) -> torch.Tensor:
-        return kernels.flat_memory(elements, dtype)
+    def new(dtype: torch.dtype, numel: int = elements) -> torch.Tensor:
+        return kernels.flat_memory(numel, dtype, torch.device(device))
 
     param, gradient = new(configuration.param), new(torch.float32)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     param.normal_(generator=generator)
     gradient.uniform_(0.5, 1.5, generator=generator)
     master = None if configuration.master is None else new(configuration.master)
@@ -58,7 +61,7 @@ def allocate(configuration: Configuration, elements: int) -> tuple[AdamState, to
         master.copy_(param)
     exponents: tuple[torch.Tensor | None, ...] = (None, None, None)
     if configuration.moments == torch.uint8:
-        blocks = partial(kernels.flat_memory, -(-elements // CODE_BLOCK), torch.uint8)
+        blocks = partial(new, torch.uint8, -(-elements // CODE_BLOCK))
         exponents = (blocks(), blocks(), None)
     narrow = configuration.moments != torch.float32
     state = AdamState(

@@ -37,7 +37,7 @@ def control(emulated_module: Path) -> Iterator[Any]:
 
 
 def many_tables(groups: list[GroupScalars]) -> StepTables:
-    """Of 500 parameters of one element: 3,000 words of rows, 500 of use, 8 a group."""
+    """Of 500 parameters of one element: 4,000 words of rows, 500 of use, 8 a group."""
     segments = [Segment(i, 0, i, 1) for i in range(PARAMS)]
     tables = tables_of(segments, 4, groups)
     tables.point_at_shards([GRADIENT])
@@ -56,9 +56,9 @@ def test_upload_sends_what_changed(backend: EmulatedBackend, control: Any) -> No
     tables.upload()
     assert control.launch_count() == first
     tables.rows[0, 2] += 4  # in the first 480 words
-    tables.rows[499, 2] += 4  # in those from 2,880 on
-    tables.used[499] = 0  # likewise from 3,360 on
-    assert [start for start, _ in tables.stretches_to_send()] == [0, 2880, 3360]
+    tables.rows[499, 2] += 4  # in those from 3,840 on
+    tables.used[499] = 0  # likewise from 4,320 on
+    assert [start for start, _ in tables.stretches_to_send()] == [0, 3840, 4320]
     tables.upload()
     assert control.launch_count() == first + 3
     assert same_words(tables) and tables.stretches_to_send() == []

@@ -259,26 +259,21 @@ def test_shares_and_bars_of_a_size(module: Load) -> None:
     assert rows[update.KERNEL]["gigabytes_per_second"] == pytest.approx(28 / 42)
 
 
-def test_configurations_of_mixed_precision(module: Load) -> None:
+def test_updates_in_mixed_precision(module: Load) -> None:
     mixed = module("gpu_mixed")
-    first_five = [round(formats.bytes_per_element, 2) for formats in mixed.CONFIGURATIONS[:5]]
-    assert first_five == [28, 28, 20, 16.03, 18]
-    for formats in mixed.CONFIGURATIONS:
-        work = mixed.update_of(formats, 5000, "cpu")
-        state = work.args[0]
+    for configuration in mixed.CONFIGURATIONS:
+        state, update = mixed.update_of(configuration, 5000, "cpu")
         before = state.param.clone()
-        work()
-        assert not torch.equal(state.param, before), str(formats)
-    assert len({str(formats) for formats in mixed.CONFIGURATIONS}) == len(mixed.CONFIGURATIONS)
+        update()
+        assert not torch.equal(state.param, before), configuration.name
 
 
-def test_row_of_a_configuration(module: Load) -> None:
-    """An update that moves twice the copy's bytes in twice its time."""
+def test_row_of_an_update_in_mixed_precision(module: Load) -> None:
+    """20 bytes in the time in which the copy moves as many."""
     mixed = module("gpu_mixed")
-    formats = mixed.CONFIGURATIONS[3]
-    nbytes = formats.bytes_per_element
-    samples = {mixed.COPY: [8.0, 16.0], str(formats): [nbytes, 2 * nbytes]}
-    row = mixed.row_of(samples, formats, 10**9)
+    (configuration,) = (c for c in mixed.CONFIGURATIONS if c.update_bytes == 20 and c.master)
+    samples = {mixed.COPY: [8.0, 16.0], configuration.name: [20.0, 40.0]}
+    row = mixed.row_of(samples, configuration, 10**9)
     assert row["share_of_copy"] == {"median": 1.0, "lower": 1.0, "upper": 1.0}
     assert row["gigabytes_per_second"] == pytest.approx(1 / 1.5)
 
