@@ -6,7 +6,6 @@ formats are). What is here is for state dicts and for parameters that somebody h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,14 +73,6 @@ class Precision:
             "stochastic_rounding": self.stochastic_rounding,
             "seed": self.seed,
         }
-
-
-def bytes_per_element(dtypes: Sequence[torch.dtype | None], gradient: torch.dtype) -> float:
-    """What an update moves: each of these arrays of a shard is read and written, the gradient
-    read."""
-    sizes = [dtype.itemsize for dtype in dtypes if dtype is not None]
-    exponents = 2 / CODE_BLOCK * sum(dtype == torch.uint8 for dtype in dtypes)
-    return 2 * sum(sizes) + exponents + gradient.itemsize
 
 
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
