@@ -18,6 +18,11 @@ constexpr int64_t kLanes = 8;
 constexpr int64_t kLanes = 4;
 #endif
 using Lanes = uint64_t __attribute__((vector_size(kLanes * sizeof(uint64_t))));
+#if defined(__AVX512F__)
+constexpr Lanes kLaneNumbers = {0, 1, 2, 3, 4, 5, 6, 7};
+#else
+constexpr Lanes kLaneNumbers = {0, 1, 2, 3};
+#endif
 
 // Of the lower halves.
 inline Lanes product(Lanes a, Lanes b) {
@@ -37,8 +42,7 @@ inline Lanes product(Lanes a, Lanes b) {
 // counter. What is in the upper halves of lanes does not matter but at the end.
 inline Lanes draw_lanes(const RandomKey& key, int64_t pair) {
   const Lanes zero = {};
-  Lanes low = zero + static_cast<uint64_t>(pair);
-  for (int64_t lane = 0; lane < kLanes; ++lane) low[lane] += static_cast<uint64_t>(lane);
+  Lanes low = kLaneNumbers + static_cast<uint64_t>(pair);
   Lanes high = zero + (upper(static_cast<uint64_t>(pair)) ^ key.high);
   uint32_t round_key = key.key;
   for (int round = 0; round < kPhiloxRounds; ++round) {
