@@ -16,13 +16,15 @@ using MomentAddresses = std::array<std::array<int64_t, 2>, 3>;
 // random.
 using Formats = std::array<int32_t, 4>;
 
-inline MixedArrays mixed_arrays(int64_t param, int64_t master, const MomentAddresses& moments,
-                                const Formats& formats, int64_t seed) {
+inline MixedArrays mixed_arrays(int64_t param, int64_t master, int64_t checks,
+                                const MomentAddresses& moments, const Formats& formats,
+                                int64_t seed) {
   const auto moment = [&](size_t i) {
     return Moment{at<void>(moments[i][0]), at<uint8_t>(moments[i][1])};
   };
   return {at<void>(param),
           at<void>(master),
+          at<uint32_t>(checks),
           moment(0),
           moment(1),
           moment(2),

@@ -26,10 +26,10 @@ void adam(int64_t param, int64_t exp_avg, int64_t exp_avg_sq, int64_t max_exp_av
 }
 
 // moments: exp_avg, exp_avg_sq and max_exp_avg_sq, each values and exponents.
-void adam_mixed(int64_t param, int64_t master, const MomentAddresses& moments,
+void adam_mixed(int64_t param, int64_t master, int64_t checks, const MomentAddresses& moments,
                 const Formats& formats, int64_t seed, int64_t segments, int64_t segment_count,
                 int64_t steps, int64_t groups, double grad_scale, int threads) {
-  const MixedArrays arrays = mixed_arrays(param, master, moments, formats, seed);
+  const MixedArrays arrays = mixed_arrays(param, master, checks, moments, formats, seed);
   py::gil_scoped_release release;
   adam_mixed_cpu(arrays, at<const Segment>(segments), segment_count, at<const int64_t>(steps),
                  at<const Group>(groups), grad_scale, threads);

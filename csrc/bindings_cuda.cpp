@@ -33,11 +33,11 @@ void adam(int64_t param, int64_t exp_avg, int64_t exp_avg_sq, int64_t max_exp_av
                to_control(grad_scale, device_grad_scale, found_inf), to_stream(device, stream));
 }
 
-void adam_mixed(int64_t param, int64_t master, const MomentAddresses& moments,
+void adam_mixed(int64_t param, int64_t master, int64_t checks, const MomentAddresses& moments,
                 const Formats& formats, int64_t seed, int64_t rows, int64_t tiles,
                 int64_t tile_count, int64_t steps, int64_t groups, double grad_scale,
                 int64_t device_grad_scale, int64_t found_inf, int device, int64_t stream) {
-  adam_mixed_cuda(mixed_arrays(param, master, moments, formats, seed),
+  adam_mixed_cuda(mixed_arrays(param, master, checks, moments, formats, seed),
                   to_table(rows, tiles, tile_count, steps, groups),
                   to_control(grad_scale, device_grad_scale, found_inf), to_stream(device, stream));
 }

@@ -70,6 +70,7 @@ struct Moment {
 struct MixedArrays {
   void* param;
   void* master;
+  uint32_t* checks;  // of remainders, one for each block of kCodeBlock elements; else null
   Moment exp_avg;
   Moment exp_avg_sq;
   Moment max_exp_avg_sq;  // null without amsgrad

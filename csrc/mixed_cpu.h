@@ -48,9 +48,42 @@ inline const float* read_gradient(float* scratch, const MixedRun& run, Format pa
   return scratch;
 }
 
+struct CheckWeights {
+  uint32_t at[kCodeBlock];
+  constexpr CheckWeights() : at{} {
+    for (uint32_t i = 0; i < kCodeBlock; ++i) at[i] = check_weight(i);
+  }
+};
+constexpr CheckWeights kCheckWeights;
+
+inline uint32_t check_of(const BFloat16* param, int64_t length) {
+  uint32_t sum = 0;
+  for (int64_t i = 0; i < length; ++i) sum += kCheckWeights.at[i] * param[i].bits;
+  return sum;
+}
+
 inline void join_all(float* __restrict out, const BFloat16* __restrict param,
                      const int16_t* __restrict remainder, int64_t length) {
   for (int64_t i = 0; i < length; ++i) out[i] = join_master(param[i], remainder[i]);
+}
+
+// Remainders of blocks that somebody has changed do not count.
+inline void join_valid(float* out, const BFloat16* param, const int16_t* remainder,
+                       const uint32_t* checks, int64_t length) {
+  for (int64_t from = 0; from < length; from += kCodeBlock) {
+    const int64_t size = smaller(kCodeBlock, length - from);
+    if (check_of(param + from, size) == checks[from / kCodeBlock]) {
+      join_all(out + from, param + from, remainder + from, size);
+    } else {
+      widen_all(out + from, param + from, size);
+    }
+  }
+}
+
+inline void write_checks(uint32_t* checks, const BFloat16* param, int64_t length) {
+  for (int64_t from = 0; from < length; from += kCodeBlock) {
+    checks[from / kCodeBlock] = check_of(param + from, smaller(kCodeBlock, length - from));
+  }
 }
 
 inline void split_all(BFloat16* __restrict param, int16_t* __restrict remainder,
@@ -78,7 +111,8 @@ inline float* read_param(float* scratch, const MixedArrays& a, int64_t at, int64
   auto* bf16 = static_cast<BFloat16*>(a.param) + at;
   auto* half = static_cast<Half*>(a.param) + at;
   if (a.master_format == Format::kRemainder) {
-    join_all(scratch, bf16, static_cast<int16_t*>(a.master) + at, length);
+    const auto* remainder = static_cast<int16_t*>(a.master) + at;
+    join_valid(scratch, bf16, remainder, a.checks + at / kCodeBlock, length);
     return scratch;
   }
   if (a.master_format == Format::kNone) {
@@ -112,6 +146,7 @@ inline void write_param(const MixedArrays& a, const float* value, int64_t at, in
   auto* half = static_cast<Half*>(a.param) + at;
   if (a.master_format == Format::kRemainder) {
     split_all(bf16, static_cast<int16_t*>(a.master) + at, value, length);
+    write_checks(a.checks + at / kCodeBlock, bf16, length);
   } else if (a.param_format == Format::kHalf) {
     round_all(half, value, length, [](float x) { return to_half(x); });
   } else if (random == nullptr) {

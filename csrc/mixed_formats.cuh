@@ -116,13 +116,29 @@ __device__ __forceinline__ Eight<float> read_narrow_param(const MixedArrays& a,
                    param);
 }
 
+// All threads of a warp meet here. Elements that are not there are zero, and add nothing.
+__device__ __forceinline__ uint32_t shared_check(const Eight<BFloat16>& param) {
+  const uint32_t first = threadIdx.x % kBlockThreads * kEach;
+  uint32_t sum = 0;
+  for (int k = 0; k < kEach; ++k) sum += check_weight(first + k) * param.at[k].bits;
+  for (int lanes = kBlockThreads / 2; lanes > 0; lanes /= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+  }
+  return sum;
+}
+
 __device__ __forceinline__ Eight<float> read_joined_param(const MixedArrays& a,
                                                           const Place& place) {
   const auto param =
       load_eight(static_cast<const BFloat16*>(a.param) + place.at(), place.present());
   const auto rest = load_eight(static_cast<const int16_t*>(a.master) + place.at(), place.present());
+  const uint32_t check = shared_check(param);
+  // Remainders of blocks that somebody has changed do not count.
+  const bool valid = place.present() > 0 && a.checks[place.at() / kCodeBlock] == check;
   Eight<float> joined;
-  for (int k = 0; k < kEach; ++k) joined.at[k] = join_master(param.at[k], rest.at[k]);
+  for (int k = 0; k < kEach; ++k) {
+    joined.at[k] = join_master(param.at[k], valid ? rest.at[k] : int16_t{0});
+  }
   return joined;
 }
 
@@ -181,7 +197,15 @@ __device__ __forceinline__ void write_split_param(const MixedArrays& a, const Pl
                                                   const Eight<float>& value) {
   Eight<BFloat16> param;
   Eight<int16_t> rest;
-  for (int k = 0; k < kEach; ++k) split_master(value.at[k], param.at[k], rest.at[k]);
+  for (int k = 0; k < kEach; ++k) {
+    split_master(value.at[k], param.at[k], rest.at[k]);
+    if (k >= place.present()) param.at[k].bits = 0;
+  }
+  const uint32_t check = shared_check(param);
+  __syncwarp();  // the others may still read the last check
+  if (threadIdx.x % kBlockThreads == 0 && place.present() > 0) {
+    a.checks[place.at() / kCodeBlock] = check;
+  }
   store_eight(static_cast<BFloat16*>(a.param) + place.at(), param, place.present());
   store_eight(static_cast<int16_t*>(a.master) + place.at(), rest, place.present());
 }

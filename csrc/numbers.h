@@ -24,8 +24,8 @@ struct Half {
   uint16_t bits;
 };
 
-// Elements of a parameter that share an exponent, counted from its first one, so that blocks do
-// not depend on how many ranks there are.
+// Elements of a parameter that share an exponent or a check, counted from its first one, so that
+// blocks do not depend on how many ranks there are.
 constexpr int64_t kCodeBlock = 128;
 
 namespace {
@@ -88,6 +88,9 @@ FUSEDSHARD_HD Half to_half(float x) {
 // A float as a bfloat16 number, rounded to the nearest, ties away from zero, and a signed rest in
 // units of the float's last place. Any float that is not NaN comes back to the bit; a NaN stays NaN
 // in both: rounded up its bits could run over into those of zero.
+//
+// A remainder is of use with the very number that it was split from. Each block of numbers has a
+// check, so that one sees where somebody has changed them.
 FUSEDSHARD_HD void split_master(float master, BFloat16& value, int16_t& remainder) {
   const uint32_t bits = bits_of(master);
   const bool is_nan = (bits & kMagnitude) > kInfinity;
@@ -100,6 +103,13 @@ FUSEDSHARD_HD void split_master(float master, BFloat16& value, int16_t& remainde
 FUSEDSHARD_HD float join_master(BFloat16 value, int16_t remainder) {
   const uint32_t high = static_cast<uint32_t>(value.bits) << 16;
   return from_bits(high + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+}
+
+// The check of a block is the sum of its numbers' bits, each times a weight of its place.
+FUSEDSHARD_HD constexpr uint32_t check_weight(uint32_t place) {
+  uint32_t weight = (place + 1u) * 0x9e3779b9u;
+  weight = (weight ^ weight >> 15) * 0x85ebca6bu;
+  return (weight ^ weight >> 13) | 1u;
 }
 
 // 8-bit codes: floating-point numbers of 3 mantissa bits beside an exponent that the elements of a

@@ -50,6 +50,7 @@ def adam_f64(
 def adam_mixed(
     param: int,
     master: int,
+    checks: int,
     moments: Sequence[Sequence[int]],
     formats: Sequence[int],
     seed: int,
@@ -102,6 +103,7 @@ class _CudaAdamMixed(Protocol):
         self,
         param: int,
         master: int,
+        checks: int,
         moments: Sequence[Sequence[int]],
         formats: Sequence[int],
         seed: int,

@@ -194,7 +194,13 @@ def _check_mixed(state: AdamState, table: SegmentTable) -> None:
         raise TypeError(f"master: got {got}, wanted {' or '.join(map(str, allowed))}")
     if master is not None:
         _check_like("master", master, master.dtype, param.numel(), param.device)
-    multiple = CODE_BLOCK if state.exp_avg.dtype == torch.uint8 else MIXED_ALIGNMENT
+    if master is not None and master.dtype == torch.int16:
+        blocks = -(-param.numel() // CODE_BLOCK)
+        if state.checks is None:
+            raise ValueError(f"checks: got None, wanted {blocks} for the remainders")
+        _check_like("checks", state.checks, torch.int32, blocks, param.device)
+    in_blocks = state.exp_avg.dtype == torch.uint8 or state.checks is not None
+    multiple = CODE_BLOCK if in_blocks else MIXED_ALIGNMENT
     if table.alignment % multiple:
         raise ValueError(
             f"table: got segments that begin at multiples of {table.alignment}, wanted {multiple}"

@@ -62,6 +62,7 @@ class AdamState(NamedTuple):
         exp_avg, exp_avg_sq, max_exp_avg_sq: of one dtype: that of ``param`` where it is fp32 or
             fp64; else, or with fp32 parameters, fp32, bf16, or uint8 for 8-bit codes.
         master: of bf16 and fp16 parameters: None, fp32 values, or for bf16 int16 remainders.
+        checks: of remainders: int32, one for each `CODE_BLOCK` elements.
         exponents: of each moment where they are codes: uint8, one for each `CODE_BLOCK` elements.
         seed: of the stochastic rounding of bf16 and coded moments, and of bf16 parameters without
             a master; None: they are rounded to the nearest.
@@ -74,6 +75,7 @@ class AdamState(NamedTuple):
     master: torch.Tensor | None = None
     exponents: tuple[torch.Tensor | None, ...] = (None, None, None)
     seed: int | None = None
+    checks: torch.Tensor | None = None
 
     @property
     def moments(self) -> tuple[torch.Tensor | None, ...]:
@@ -89,7 +91,7 @@ class AdamState(NamedTuple):
         return self.param.dtype.itemsize == 2
 
 
-def mixed_arguments(state: AdamState) -> tuple[int, int, list[list[int]], list[int], int]:
+def mixed_arguments(state: AdamState) -> tuple[int, int, int, list[list[int]], list[int], int]:
     """What describes a shard in mixed precision to the native functions: see arrays.h."""
     moments = [
         [address(values), address(exponents)]
@@ -98,7 +100,8 @@ def mixed_arguments(state: AdamState) -> tuple[int, int, list[list[int]], list[i
     master = None if state.master is None else state.master.dtype
     dtypes = state.param.dtype, master, state.exp_avg.dtype
     formats = [*(FORMATS[dtype] for dtype in dtypes), int(state.seed is not None)]
-    return state.param.data_ptr(), address(state.master), moments, formats, state.seed or 0
+    param, master = state.param.data_ptr(), address(state.master)
+    return param, master, address(state.checks), moments, formats, state.seed or 0
 
 
 class Control(NamedTuple):
