@@ -55,6 +55,12 @@ bool any_non_finite(int64_t x, int64_t length, int threads) {
   return non_finite_cpu<T>(at<const T>(x), length, threads);
 }
 
+template <typename T>
+void refresh(int64_t wide, int64_t narrow, int64_t length, int threads) {
+  py::gil_scoped_release release;
+  refresh_cpu<T>(at<float>(wide), at<const T>(narrow), length, threads);
+}
+
 void pack(int64_t out, int64_t rows, int64_t row_count, int64_t numel, int64_t itemsize,
           int threads) {
   py::gil_scoped_release release;
@@ -93,6 +99,8 @@ PYBIND11_MODULE(_C, module) {
   def_reductions<double>(module, "f64");
   def_reductions<BFloat16>(module, "bf16");
   def_reductions<Half>(module, "f16");
+  module.def("refresh_bf16", &refresh<BFloat16>);
+  module.def("refresh_f16", &refresh<Half>);
   module.def("pack", &pack);
   module.def("unpack", &unpack);
   module.def("roofline_f32", &roofline);

@@ -58,6 +58,11 @@ void set_found_inf(int64_t found_inf, int64_t x, int64_t length, int device, int
   found_inf_cuda<T>(at<float>(found_inf), at<const T>(x), length, to_stream(device, stream));
 }
 
+template <typename T>
+void refresh(int64_t wide, int64_t narrow, int64_t length, int device, int64_t stream) {
+  refresh_cuda<T>(at<float>(wide), at<const T>(narrow), length, to_stream(device, stream));
+}
+
 void pack(int64_t out, int64_t rows, int64_t tiles, int64_t tile_count, int64_t numel,
           int64_t itemsize, int device, int64_t stream) {
   pack_cuda(at<char>(out), at<const Segment>(rows), at<const Tile>(tiles), tile_count, numel,
@@ -103,6 +108,8 @@ void bind_cuda(py::module_& module) {
   def_reductions<double>(module, "f64");
   def_reductions<BFloat16>(module, "bf16");
   def_reductions<Half>(module, "f16");
+  module.def("refresh_bf16", &refresh<BFloat16>, released);
+  module.def("refresh_f16", &refresh<Half>, released);
   module.def("pack", &pack, released);
   module.def("unpack", &unpack, released);
   module.def("write_words", &write_words, released);

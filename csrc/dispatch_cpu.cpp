@@ -155,6 +155,15 @@ bool non_finite_cpu(const T* x, int64_t length, int threads) {
   return reductions<T>().non_finite(x, length, threads);
 }
 
+template <typename T>
+void refresh_cpu(float* wide, const T* narrow, int64_t length, int threads) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    current()->refresh_bf16(wide, narrow, length, threads);
+  } else {
+    current()->refresh_f16(wide, narrow, length, threads);
+  }
+}
+
 void roofline_cpu(float* p, const float* g, float* m, float* v, int64_t length, int threads) {
   current()->roofline_f32(p, g, m, v, length, threads);
 }
@@ -171,5 +180,7 @@ FUSEDSHARD_REDUCTIONS(float);
 FUSEDSHARD_REDUCTIONS(double);
 FUSEDSHARD_REDUCTIONS(BFloat16);
 FUSEDSHARD_REDUCTIONS(Half);
+template void refresh_cpu(float*, const BFloat16*, int64_t, int);
+template void refresh_cpu(float*, const Half*, int64_t, int);
 
 }  // namespace fusedshard

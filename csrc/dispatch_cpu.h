@@ -35,6 +35,10 @@ double square_sum_cpu(const T* x, int64_t length, int threads);
 template <typename T>
 bool non_finite_cpu(const T* x, int64_t length, int threads);
 
+// T: BFloat16 or Half.
+template <typename T>
+void refresh_cpu(float* wide, const T* narrow, int64_t length, int threads);
+
 void roofline_cpu(float* p, const float* g, float* m, float* v, int64_t length, int threads);
 
 }  // namespace fusedshard

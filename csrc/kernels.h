@@ -124,6 +124,9 @@ struct CpuKernels {
   ReduceKernels<double> reduce_f64;
   ReduceKernels<BFloat16> reduce_bf16;
   ReduceKernels<Half> reduce_f16;
+  // wide[i] = refreshed(wide[i], narrow[i])
+  void (*refresh_bf16)(float* wide, const BFloat16* narrow, int64_t length, int threads);
+  void (*refresh_f16)(float* wide, const Half* narrow, int64_t length, int threads);
   // Partial sums of partial sums.
   void (*partials)(double* partials, const double* x, int64_t length, int threads);
   // The floor of an update's time, for benchmarks: reads four arrays and writes three in place.

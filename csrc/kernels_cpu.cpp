@@ -112,6 +112,17 @@ bool any_non_finite(const T* x, int64_t length, int threads) {
   return found != 0;
 }
 
+template <typename T>
+void refresh(float* wide, const T* narrow, int64_t length, int threads) {
+  const int parts = useful_threads(length, threads);
+#pragma omp parallel num_threads(parts) if (parts > 1)
+  {
+    const int64_t at = cut(length, omp_get_thread_num(), omp_get_num_threads());
+    const int64_t end = cut(length, omp_get_thread_num() + 1, omp_get_num_threads());
+    refresh_all(wide + at, narrow + at, end - at);
+  }
+}
+
 void roofline_range(float* __restrict p, const float* __restrict g, float* __restrict m,
                     float* __restrict v, int64_t length) {
   for (int64_t i = 0; i < length; ++i) {
@@ -151,6 +162,8 @@ const CpuKernels FUSEDSHARD_CONCAT(cpu_kernels_, FUSEDSHARD_ISA) = {
     reduce_kernels<double>(),
     reduce_kernels<BFloat16>(),
     reduce_kernels<Half>(),
+    refresh<BFloat16>,
+    refresh<Half>,
     partial_sums<double, false>,
     roofline};
 

@@ -56,6 +56,10 @@ void square_sum_cuda(double* workspace, const T* x, int64_t length, const Stream
 template <typename T>
 void found_inf_cuda(float* found_inf, const T* x, int64_t length, const Stream& stream);
 
+// wide[i] = refreshed(wide[i], narrow[i])
+template <typename T>
+void refresh_cuda(float* wide, const T* narrow, int64_t length, const Stream& stream);
+
 // As pack_cpu and unpack_cpu.
 void pack_cuda(char* out, const Segment* rows, const Tile* tiles, int64_t tile_count, int64_t numel,
                int64_t itemsize, const Stream& stream);

@@ -91,13 +91,9 @@ inline void split_all(BFloat16* __restrict param, int16_t* __restrict remainder,
   for (int64_t i = 0; i < length; ++i) split_master(master[i], param[i], remainder[i]);
 }
 
-// Where a parameter is no longer its master's rounding, somebody has changed it: it counts.
-template <typename T, typename Round>
-void refresh_master(float* __restrict master, const T* __restrict param, int64_t length,
-                    const Round& round) {
-  for (int64_t i = 0; i < length; ++i) {
-    master[i] = round(master[i]).bits == param[i].bits ? master[i] : widen(param[i]);
-  }
+template <typename T>
+void refresh_all(float* __restrict wide, const T* __restrict narrow, int64_t length) {
+  for (int64_t i = 0; i < length; ++i) wide[i] = refreshed(wide[i], narrow[i]);
 }
 
 template <typename T, typename Round>
@@ -121,9 +117,9 @@ inline float* read_param(float* scratch, const MixedArrays& a, int64_t at, int64
   }
   float* master = static_cast<float*>(a.master) + at;
   if (a.param_format == Format::kBFloat16) {
-    refresh_master(master, bf16, length, [](float x) { return to_bfloat16(x); });
+    refresh_all(master, bf16, length);
   } else {
-    refresh_master(master, half, length, [](float x) { return to_half(x); });
+    refresh_all(master, half, length);
   }
   return master;
 }

@@ -85,6 +85,16 @@ FUSEDSHARD_HD Half to_half(float x) {
   return {static_cast<uint16_t>(rounded | (bits >> 16 & 0x8000u))};
 }
 
+FUSEDSHARD_HD BFloat16 rounded_as(BFloat16, float x) { return to_bfloat16(x); }
+FUSEDSHARD_HD Half rounded_as(Half, float x) { return to_half(x); }
+
+// A number whose rounding stands beside it. Where that is another one, somebody has changed it, and
+// it counts.
+template <typename T>
+FUSEDSHARD_HD float refreshed(float wide, T narrow) {
+  return rounded_as(narrow, wide).bits == narrow.bits ? wide : widen(narrow);
+}
+
 // A float as a bfloat16 number, rounded to the nearest, ties away from zero, and a signed rest in
 // units of the float's last place. Any float that is not NaN comes back to the bit; a NaN stays NaN
 // in both: rounded up its bits could run over into those of zero.

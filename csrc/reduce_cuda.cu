@@ -1,4 +1,5 @@
-// Sums on a GPU, with the CPU's bits: the mean of chunks in rank order, and the sum of squares.
+// On a GPU, with the CPU's bits: the mean of chunks in rank order, the sum of squares, and means
+// beside their roundings.
 #include "launch.cuh"
 
 namespace fusedshard {
@@ -51,6 +52,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
         }
         for (int k = 0; k < Vector<T>::kWidth; ++k) sum[k] /= divisor;
         store_wide<T>(out + i, sum);
+      });
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kBlocks)
+    refresh_kernel(float* wide, const T* narrow, int64_t length, int64_t lead) {
+  for_span<T>(
+      make_span<T>(length, lead), global_thread(), all_threads(),
+      [&](int64_t i) { wide[i] = refreshed(wide[i], narrow[i]); },
+      [&](int64_t i) {
+        const Vector<T> vector = load(narrow + i);
+        for (int at = 0; at < Vector<T>::kWidth; at += Vector<float>::kWidth) {
+          Vector<float> values = load(wide + i + at);
+          for (int k = 0; k < Vector<float>::kWidth; ++k) {
+            values.at[k] = refreshed(values.at[k], vector.at[at + k]);
+          }
+          store(wide + i + at, values);
+        }
       });
 }
 
@@ -170,6 +189,13 @@ void found_inf_cuda(float* found_inf, const T* x, int64_t length, const Stream& 
          found_inf, x, length, elements_to_alignment(x));
 }
 
+template <typename T>
+void refresh_cuda(float* wide, const T* narrow, int64_t length, const Stream& stream) {
+  const int64_t lead = elements_to_alignment(narrow);
+  launch("refresh", refresh_kernel<T>, blocks_for(length, kThreads * Vector<T>::kWidth), stream,
+         wide, narrow, length, aligned(wide + lead) ? lead : length);
+}
+
 #define FUSEDSHARD_REDUCTIONS(T)                                                            \
   template void mean_cuda<T>(Wide<T>*, const T*, int64_t, int64_t, int64_t, const Stream&); \
   template void square_sum_cuda<T>(double*, const T*, int64_t, const Stream&);              \
@@ -178,5 +204,7 @@ FUSEDSHARD_REDUCTIONS(float);
 FUSEDSHARD_REDUCTIONS(double);
 FUSEDSHARD_REDUCTIONS(BFloat16);
 FUSEDSHARD_REDUCTIONS(Half);
+template void refresh_cuda(float*, const BFloat16*, int64_t, const Stream&);
+template void refresh_cuda(float*, const Half*, int64_t, const Stream&);
 
 }  // namespace fusedshard

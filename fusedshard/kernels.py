@@ -169,6 +169,18 @@ def found_inf_(found_inf: torch.Tensor, x: torch.Tensor) -> None:
     backend.found_inf(found_inf, x)
 
 
+def refresh_(wide: torch.Tensor, narrow: torch.Tensor) -> None:
+    """Take over from ``narrow`` (bf16 or fp16) what is not the rounding of ``wide`` (fp32, as
+    long): somebody has changed it. Both are 1-D and contiguous."""
+    if narrow.dtype not in MASTER_DTYPES:
+        raise TypeError(
+            f"narrow: got {narrow.dtype}, wanted {' or '.join(map(str, MASTER_DTYPES))}"
+        )
+    backend = _check("narrow", narrow, narrow.dtype, wide.numel(), wide.device)
+    _check_like("wide", wide, torch.float32, wide.numel(), wide.device)
+    backend.refresh(wide, narrow)
+
+
 def _check_moments(state: AdamState) -> None:
     """They fit the parameter, each other, and their exponents."""
     param, dtype = state.param, state.exp_avg.dtype

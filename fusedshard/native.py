@@ -153,6 +153,8 @@ class Backend(Protocol):
 
     def found_inf(self, found_inf: torch.Tensor, x: torch.Tensor) -> None: ...
 
+    def refresh(self, wide: torch.Tensor, narrow: torch.Tensor) -> None: ...
+
     def upload(self, tables: StepTables) -> None: ...
 
 
@@ -237,6 +239,10 @@ class CpuBackend:
         non_finite = getattr(_C, f"non_finite_{SUFFIX[x.dtype]}")
         if non_finite(x.data_ptr(), x.numel(), torch.get_num_threads()):
             found_inf.fill_(1.0)
+
+    def refresh(self, wide: torch.Tensor, narrow: torch.Tensor) -> None:
+        refresh = getattr(_C, f"refresh_{SUFFIX[narrow.dtype]}")
+        refresh(wide.data_ptr(), narrow.data_ptr(), wide.numel(), torch.get_num_threads())
 
     def upload(self, tables: StepTables) -> None:
         """The kernels read the tables where they are written."""
@@ -350,6 +356,11 @@ class CudaBackend:
     def found_inf(self, found_inf: torch.Tensor, x: torch.Tensor) -> None:
         check = getattr(self._functions, f"found_inf_{SUFFIX[x.dtype]}")
         check(found_inf.data_ptr(), x.data_ptr(), x.numel(), *self.where(x.device))
+
+    def refresh(self, wide: torch.Tensor, narrow: torch.Tensor) -> None:
+        refresh = getattr(self._functions, f"refresh_{SUFFIX[narrow.dtype]}")
+        places = wide.data_ptr(), narrow.data_ptr(), wide.numel()
+        refresh(*places, *self.where(wide.device))
 
     def upload(self, tables: StepTables) -> None:
         """Write what has changed since the last upload; in a CUDA graph everything, since other
