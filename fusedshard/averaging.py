@@ -91,8 +91,6 @@ class AveragingOptimizer(ShardedOptimizer):
                 "sent to be averaged: use fusedshard.GradScaler"
             )
         groups = self._average_gradients("step", error, scaling=scaling)
-        if scaling and not ours and grad_scale is None:
-            self._built.read_gradients_again()  # torch's unscale_ has changed them
         if grad_scale is not None:
             self._built.scale_gradients(grad_scale.to(torch.float64).reciprocal(), None)
         self._scaler_agrees = False

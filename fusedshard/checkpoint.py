@@ -83,13 +83,13 @@ def store_masters(
     if flat.masters is None:
         return
     for slot in flat.layout.slots:
-        index, pieces = slot.param, flat.pieces.get(slot.param, ())
-        if index in masters:
-            stretches = _stretches(flat, params[index], slot, masters[index])
-            flat.masters.load(index, pieces, [stretch.clone() for _, stretch in stretches])
-        else:
-            flat.masters.reset(index, pieces)
-    flat.note_masters(params)
+        if slot.param not in masters:
+            for piece in flat.pieces.get(slot.param, ()):
+                flat.masters.forget(piece)
+            continue
+        saved = masters[slot.param]
+        for piece, stretch in _stretches(flat, params[slot.param], slot, saved):
+            flat.masters.write(piece, stretch)
 
 
 def _stretches(
@@ -146,6 +146,9 @@ def check_fits(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]
         )
     labels = iter(parameter_labels(groups))
     masters = state_dict.get(MASTERS, {})
+    if not isinstance(masters, Mapping):
+        kind = type(masters).__name__
+        raise ValueError(f"{MASTERS}: got a {kind} in the state dict, wanted tensors by parameter")
     for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
         if len(saved["params"]) != len(group["params"]):
             raise ValueError(
@@ -172,7 +175,7 @@ def describe_content(state_dict: Mapping[str, Any]) -> str:
         for key, state in state_dict["state"].items()
         if isinstance(key, int) and state  # beside a user's own entries
     )
-    masters = sorted(state_dict.get(MASTERS, ()))
+    masters = sorted(map(repr, state_dict.get(MASTERS, ())))
     return hashlib.sha256(repr((groups, states, masters)).encode()).hexdigest()
 
 
@@ -199,6 +202,8 @@ def _check_array(label: str, name: str, saved: Any, param: torch.Tensor) -> None
         raise ValueError(f"{label}: {name} is a {kind} in the state dict, wanted a tensor")
     if saved.layout != torch.strided or is_wrapper(saved):
         raise ValueError(f"{label}: {name} is no plain dense tensor in the state dict")
+    if not (saved.is_floating_point() or saved.is_complex()):
+        raise ValueError(f"{label}: {name} is {saved.dtype} in the state dict, wanted floats")
     if saved.is_complex() != param.is_complex():
         raise ValueError(
             f"{label}: {name} is {saved.dtype} in the state dict, which does not fit {param.dtype}"

@@ -83,7 +83,7 @@ def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 def scale(gradient: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply a dense tensor in place, the parts of complex numbers each for itself."""
     reals = in_storage_order(gradient)
-    reals.mul_(factor.to(reals.dtype))
+    reals.mul_(factor.to(kernels.wide_dtype(reals.dtype)))
 
 
 def scale_pieces(

@@ -133,6 +133,8 @@ class Engine(Holdings):
         if agreed.changed:
             self._check_settled(agreed)
             self._average(agreed)
+        if call != "backward":  # after which nobody can have edited anything
+            self._honour_edits()
 
     def _misuse(self, edited: Sequence[int], *, changed: bool) -> Exception | None:
         """What is wrong with gradients that were changed, where one cannot go by their new values:
@@ -185,15 +187,14 @@ class Engine(Holdings):
         self._averaged = Averaged(self._means(), used, present)
 
     def _means(self) -> list[torch.Tensor | None]:
-        """The averaged gradients, unless they are this rank's shards: ``p.grad``, or where it is
-        but the rounding of a mean this."""
+        """The averaged gradients, unless they are this rank's shards: ``p.grad``, or the fp32
+        mean where it is but the rounding of one."""
         if self._reads_shards:
             return []
-        delivered = self._exchange.delivered
         return [
-            self._mean_view(index)
-            if index in self._mean_places and index in delivered and param.grad is not None
-            else dense_gradient(param)
+            dense_gradient(param)
+            if index not in self._mean_places or param.grad is None
+            else self._mean_view(index)
             for index, param in enumerate(self.params)
         ]
 
@@ -201,11 +202,14 @@ class Engine(Holdings):
         flat, slot = self._mean_places[index]
         return flat.mean_view(slot, self.params[index])
 
-    def read_gradients_again(self) -> None:
-        """``p.grad`` was changed after it was averaged, in a way that its version does not show."""
-        self._exchange.delivered.clear()
-        if self._averaged is not None:
-            self._averaged = self._averaged._replace(grads=self._means())
+    def _honour_edits(self) -> None:
+        """Where ``p.grad`` is not the rounding of its mean, somebody has changed it, and it
+        counts."""
+        for index in self._mean_places:
+            grad = dense_gradient(self.params[index])
+            if grad is not None:
+                mean = in_storage_order(self._mean_view(index))
+                kernels.refresh_(mean, in_storage_order(grad))
 
     def _end_backward(self) -> None:
         """Make ``p.grad`` the average before backward returns, as DDP does. Collective."""
@@ -300,7 +304,6 @@ class Engine(Holdings):
         with self.comm.stats.phase("update"):
             if not self._reads_shards:
                 self._tables.point_at_params(gradient_addresses(grads), self._wide(grads))
-            self._refresh_masters(used)
             self._tables.set_used(integers(used))
             self._tables.set_groups(groups)
             self._tables.upload()
@@ -323,8 +326,6 @@ class Engine(Holdings):
         # The kernels wrote through raw pointers, which autograd does not see.
         changed = [self.params[index] for index, is_used in enumerate(used) if is_used]
         torch.autograd.graph.increment_version(changed)
-        for flat in self._flats:
-            flat.note_masters(self.params, used)
         self._averaged = None
         self._exchange.next_cycle()
         if self._hooks is not None:
@@ -337,12 +338,6 @@ class Engine(Holdings):
             return None
         pairs = zip(grads, self.params, strict=True)
         return integers([grad is not None and grad.dtype != p.dtype for grad, p in pairs])
-
-    def _refresh_masters(self, used: Sequence[int]) -> None:
-        for flat in self._flats:
-            if flat.has_stale_masters(self.params, used):
-                self._check_not_captured("master weights: are renewed")
-                flat.refresh_masters(self.params, used)
 
     def _used_buckets(self, used: Sequence[int]) -> list[BucketMemory]:
         """The buckets that hold a used parameter, in the order of exchange."""

@@ -75,8 +75,6 @@ class GradientExchange:
         self._sent: dict[int, torch.Tensor] = {}  # memory that is still in use
         self._means: dict[int, torch.Tensor] = {}  # of parameters without a gradient here
         self._dirty: set[int] = set()  # to be sent again
-        # Parameters whose ``p.grad`` is, in place, what was delivered.
-        self.delivered: set[int] = set()
         self._error: Exception | None = None
 
     def take(
@@ -133,7 +131,6 @@ class GradientExchange:
             used: 1 for each parameter that has a gradient on any rank, else 0.
         """
         with self.stats.phase("exchange"):
-            self._note_edits()
             self._fill(used)
             self._separate(numbers)
             for number in numbers:
@@ -164,10 +161,6 @@ class GradientExchange:
         flags = [not stale.isdisjoint(members) for members in self.members]
         return Outlook(flags, bool(changed or stale), sorted(edited))
 
-    def _note_edits(self) -> None:
-        params, marks = self.params, self._marks
-        self.delivered = {i for i in self.delivered if is_marked(marks.get(i), params[i].grad)}
-
     def is_home(self, index: int) -> bool:
         """Whether a parameter is where and what it was when it got its bucket."""
         return _home_of(self.params[index]) == self._homes[index]
@@ -189,7 +182,6 @@ class GradientExchange:
     def forget(self) -> None:
         """What was sent is of no use, but the cycle goes on: other ranks may not forget."""
         self._error = None
-        self.delivered.clear()
         if self.overlapped:
             self._dirty.update(*self.members[: self.next])
         else:
@@ -198,7 +190,6 @@ class GradientExchange:
     def next_cycle(self) -> None:
         """The means were used."""
         self.next = 0
-        self.delivered.clear()
         self._marks.clear()
         self._dirty.clear()
 
@@ -256,7 +247,6 @@ class GradientExchange:
                 self._means[index] = mean
             elif mean is not self.params[index].grad:
                 store_gradient(self.params[index], mean)
-            self.delivered.add(index)
         self._sent.clear()
 
     def _fill(self, used: Sequence[int]) -> None:
@@ -265,8 +255,6 @@ class GradientExchange:
             if used[index]:
                 grad = self.params[index].grad
                 store_gradient(self.params[index], mean if grad is None else grad + mean)
-                if grad is not None:
-                    self.delivered.discard(index)
         self._means.clear()
 
 

@@ -12,7 +12,6 @@ from fusedshard.kernels import MASTER_DTYPES, flat_memory, wide_dtype
 from fusedshard.layout import Bucket, FlatLayout, Segment, Slot
 from fusedshard.moments import Masters, Moment, Piece
 from fusedshard.native import BACKENDS, AdamState
-from fusedshard.params import version_of
 from fusedshard.precision import Precision
 from fusedshard.tables import SegmentTable
 
@@ -121,19 +120,15 @@ class FlatBuffer:
         for slot, home in zip(slots, homes, strict=True):
             BACKENDS[self.device.type].about_to_free(params[slot.param].detach())
             params[slot.param].data = home
-            if self.masters is not None:
-                self.masters.reset(slot.param, self.pieces.get(slot.param, ()))
-        self.note_masters(params)
 
-    def copy_state(self, other: FlatBuffer, params: Sequence[torch.Tensor]) -> None:
-        """That of another buffer of the same layout, whose parameters these are copies of."""
+    def copy_state(self, other: FlatBuffer) -> None:
+        """That of another buffer of the same layout."""
         if "max_exp_avg_sq" in other.moments:
             self.ensure_max_exp_avg_sq()
         for name, moment in self.moments.items():
             moment.copy_(other.moments[name])
         if self.masters is not None and other.masters is not None:
             self.masters.copy_(other.masters)
-            self.note_masters(params)
 
     def ensure_max_exp_avg_sq(self) -> None:
         """Make room for amsgrad's third moment, zero at first."""
@@ -175,26 +170,6 @@ class FlatBuffer:
         assert self.reduced is not None
         return view_as_param(self.reduced, slot, like)
 
-    def has_stale_masters(self, params: Sequence[torch.Tensor], used: Sequence[int]) -> bool:
-        """Whether `refresh_masters` has anything to do."""
-        return self.masters is not None and self.masters.is_stale(self._versions(params, used))
-
-    def refresh_masters(
-        self, params: Sequence[torch.Tensor], used: Sequence[int] | None = None
-    ) -> None:
-        """Drop masters of parameters that were changed: of those that ``used`` has 1 for, which
-        are about to be updated, or of all."""
-        if self.masters is not None:
-            versions = self._versions(params, used)
-            self.masters.refresh(versions, self.pieces, keep=used is None)
-
-    def note_masters(
-        self, params: Sequence[torch.Tensor], used: Sequence[int] | None = None
-    ) -> None:
-        """Masters fit the parameters as they are now: those that were updated, or all."""
-        if self.masters is not None:
-            self.masters.note(self._versions(params, used))
-
     def owned_masters(self) -> torch.Tensor:
         """Copies of all that this rank owns, 1-D, fp32."""
         assert self.masters is not None
@@ -208,15 +183,6 @@ class FlatBuffer:
     def address_of(self, slot: Slot) -> int:
         """Where the elements of a parameter lie."""
         return self.param.data_ptr() + slot.start * self.layout.itemsize
-
-    def _versions(
-        self, params: Sequence[torch.Tensor], used: Sequence[int] | None
-    ) -> dict[int, int]:
-        return {
-            slot.param: version_of(params[slot.param])
-            for slot in self.layout.slots
-            if used is None or used[slot.param]
-        }
 
     def _new(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return flat_memory(numel, dtype, self.device)
@@ -252,14 +218,18 @@ class FlatBuffer:
         at = bucket.start // self.owners
         moments = [moment.arrays(at, numel) for moment in self.moments.values()]
         third = (None, None) if len(moments) == 2 else moments[2]
+        master, checks = None, None
+        if self.masters is not None:
+            master, checks = self.masters.arrays(at, numel)
         return AdamState(
             self.param.narrow(0, start, numel),
             moments[0][0],
             moments[1][0],
             third[0],
-            None if self.masters is None else self.masters.values.narrow(0, at, numel),
+            master,
             (moments[0][1], moments[1][1], third[1]),
             self._seed,
+            checks,
         )
 
 

@@ -93,10 +93,9 @@ class Holdings:
         self._choose_device([self.params[index] for index in sorted(self._adopted)])
         self.set_steps(original.steps.clone())
         for theirs in original._flats:
-            theirs.refresh_masters(original.params)
             flat = self._new_flat(theirs.layout)
             flat.adopt(self.params, None)
-            flat.copy_state(theirs, self.params)
+            flat.copy_state(theirs)
         self._make_tables()
 
     def _number(self, groups: Sequence[Mapping[str, Any]]) -> None:
@@ -226,7 +225,7 @@ class Holdings:
         return {
             "parameters": sum(flat.param.nbytes for flat in flats),
             "moments": sum(m.nbytes for flat in flats for m in flat.moments.values()),
-            "masters": sum(f.masters.values.nbytes for f in flats if f.masters is not None),
+            "masters": sum(f.masters.nbytes for f in flats if f.masters is not None),
             "reduced": sum(flat.reduced.nbytes for flat in flats if flat.reduced is not None),
             "send": sum(lane.nbytes("send", "wide") for lane in lanes),
             "receive": sum(lane.nbytes("receive") for lane in lanes),
@@ -295,8 +294,6 @@ class Holdings:
         them. Collective in sharded mode."""
         if self.holds_shards:
             self._settle()
-        for flat in self._flats:
-            flat.refresh_masters(self.params)
         return checkpoint.full_state(self._flats, self.params, self.comm, keep=keep)
 
     def load(

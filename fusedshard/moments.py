@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from fusedshard.native import CODE_BLOCK
-from fusedshard.precision import decode, encode, join_master, same_bits, split_master
+from fusedshard.precision import (
+    checks_of,
+    decode,
+    encode,
+    join_master,
+    same_bits,
+    split_master,
+)
 
 # Zeroed flat memory: elements, dtype.
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
@@ -45,11 +52,7 @@ class Moment:
 
     def arrays(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A stretch of values and exponents; with codes, of whole blocks but at the end."""
-        values = self.values.narrow(0, start, length)
-        if self.exponents is None:
-            return values, None
-        blocks = start // CODE_BLOCK, -(-length // CODE_BLOCK)
-        return values, self.exponents.narrow(0, *blocks)
+        return _stretch(self.values, self.exponents, start, length)
 
     def read(self, start: int, length: int) -> torch.Tensor:
         """A stretch as fp32 or fp64 numbers."""
@@ -77,10 +80,9 @@ class Moment:
 class Masters:
     """The fp32 values behind 16-bit parameters: copies, or remainders beside bf16 ones.
 
-    A parameter that somebody has changed counts, not the master that it was the rounding of. The
-    kernel sees that by itself where the master is a copy. A remainder is of use with the very
-    parameter that it was split from, so it is dropped where the version that autograd counts has
-    changed.
+    A master counts where its parameter is what it was rounded to: each copy by itself, remainders
+    in blocks of `CODE_BLOCK` elements, which have a check of the parameter's bits. What somebody
+    has changed is its own master. Zeros count beside zeros alone, and serve as none.
 
     Args:
         params: the whole flat buffer's.
@@ -92,81 +94,54 @@ class Masters:
         self, params: torch.Tensor, numel: int, dtype: torch.dtype, allocate: Allocate
     ) -> None:
         self.values = allocate(numel, dtype)
+        is_remainder = dtype == torch.int16
+        blocks = -(-numel // CODE_BLOCK)
+        self.checks = allocate(blocks, torch.int32) if is_remainder else None
         self._params = params
-        self._is_remainder = dtype == torch.int16
-        self._versions: dict[int, int] = {}
-        self._loaded: dict[int, list[tuple[Piece, torch.Tensor]]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (0 if self.checks is None else self.checks.nbytes)
+
+    def arrays(self, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A stretch of values and checks; with these, of whole blocks but at the end."""
+        return _stretch(self.values, self.checks, start, length)
 
     def read(self, piece: Piece) -> torch.Tensor:
         """A copy, fp32."""
-        param, kept = self._arrays(piece)
-        if self._is_remainder:
-            return join_master(param, kept)
-        return torch.where(same_bits(kept.to(param.dtype), param), kept, param.to(torch.float32))
+        param = self._params.narrow(0, piece.flat_start, piece.length)
+        kept, checks = self.arrays(piece.owned_start, piece.length)
+        if checks is None:
+            counts = same_bits(kept.to(param.dtype), param)
+            return torch.where(counts, kept, param.to(torch.float32))
+        valid = (checks_of(param) == checks).repeat_interleave(CODE_BLOCK)[: len(kept)]
+        return join_master(param, kept.masked_fill(~valid, 0))
 
-    def load(self, index: int, pieces: Sequence[Piece], masters: Sequence[torch.Tensor]) -> None:
-        """Take over what was saved of parameter ``index``. It counts where the parameter is its
-        rounding at the next update: a user may load parameters before their optimizer, or after."""
-        self._loaded[index] = list(zip(pieces, masters, strict=True))
-        self._take_loaded(index)
+    def write(self, piece: Piece, master: torch.Tensor) -> None:
+        """Overwrite by fp32 values, which need not be those of the parameter as it is now: it may
+        be loaded later."""
+        kept, checks = self.arrays(piece.owned_start, piece.length)
+        if checks is None:
+            kept.copy_(master)
+        else:
+            rounded, remainder = split_master(master)
+            kept.copy_(remainder)
+            checks.copy_(checks_of(rounded))
 
-    def reset(self, index: int, pieces: Sequence[Piece]) -> None:
-        """Parameter ``index`` itself is all there is."""
-        self._loaded.pop(index, None)
-        for piece in pieces:
-            param, kept = self._arrays(piece)
-            if self._is_remainder:
-                kept.zero_()
-            else:
-                kept.copy_(param)
-
-    def is_stale(self, versions: Mapping[int, int]) -> bool:
-        """Whether `refresh` has anything to do."""
-        return not self._loaded.keys().isdisjoint(versions) or any(
-            self._was_changed(index, version) for index, version in versions.items()
-        )
-
-    def refresh(
-        self, versions: Mapping[int, int], pieces: Mapping[int, Sequence[Piece]], *, keep: bool
-    ) -> None:
-        """Before masters are used: drop those of changed parameters.
-
-        Args:
-            versions: of the parameters in question.
-            pieces: of all parameters.
-            keep: whether what was loaded may still be compared with parameters loaded later.
-        """
-        for index, version in versions.items():
-            if index in self._loaded:
-                self._take_loaded(index)
-                if not keep:
-                    del self._loaded[index]
-            elif self._was_changed(index, version):
-                self.reset(index, pieces.get(index, ()))
-        self.note(versions)
-
-    def note(self, versions: Mapping[int, int]) -> None:
-        """Parameters are what their remainders were split from."""
-        self._versions.update(versions)
+    def forget(self, piece: Piece) -> None:
+        """The parameter itself is all there is."""
+        self.values.narrow(0, piece.owned_start, piece.length).zero_()
 
     def copy_(self, other: Masters) -> None:
-        """All but the versions, which are those of other tensors."""
         self.values.copy_(other.values)
-        self._loaded = {index: list(loaded) for index, loaded in other._loaded.items()}
+        if self.checks is not None and other.checks is not None:
+            self.checks.copy_(other.checks)
 
-    def _was_changed(self, index: int, version: int) -> bool:
-        return self._is_remainder and version != self._versions.get(index, version)
 
-    def _take_loaded(self, index: int) -> None:
-        for piece, master in self._loaded[index]:
-            param, kept = self._arrays(piece)
-            if self._is_remainder:
-                rounded, remainder = split_master(master)
-                kept.copy_(remainder.masked_fill(~same_bits(rounded, param), 0))
-            else:
-                whole = same_bits(master.to(param.dtype), param)
-                kept.copy_(torch.where(whole, master, param.to(torch.float32)))
-
-    def _arrays(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor]:
-        param = self._params.narrow(0, piece.flat_start, piece.length)
-        return param, self.values.narrow(0, piece.owned_start, piece.length)
+def _stretch(
+    values: torch.Tensor, of_blocks: torch.Tensor | None, start: int, length: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if of_blocks is None:
+        return values.narrow(0, start, length), None
+    first, count = start // CODE_BLOCK, -(-length // CODE_BLOCK)
+    return values.narrow(0, start, length), of_blocks.narrow(0, first, count)

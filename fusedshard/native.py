@@ -100,8 +100,8 @@ def mixed_arguments(state: AdamState) -> tuple[int, int, int, list[list[int]], l
     master = None if state.master is None else state.master.dtype
     dtypes = state.param.dtype, master, state.exp_avg.dtype
     formats = [*(FORMATS[dtype] for dtype in dtypes), int(state.seed is not None)]
-    param, master = state.param.data_ptr(), address(state.master)
-    return param, master, address(state.checks), moments, formats, state.seed or 0
+    places = state.param.data_ptr(), address(state.master), address(state.checks)
+    return *places, moments, formats, state.seed or 0
 
 
 class Control(NamedTuple):

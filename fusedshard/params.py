@@ -9,7 +9,6 @@ import torch
 
 from fusedshard.kernels import SUPPORTED_DTYPES, check_device
 from fusedshard.layout import ParamSpec
-from fusedshard.native import CODE_BLOCK
 from fusedshard.precision import Precision
 
 # Complex ones are trained as twice as many reals.
@@ -153,10 +152,9 @@ def spec_of(index: int, param: torch.Tensor, precision: Precision) -> ParamSpec:
     are of different kinds."""
     moments = precision.moments_of(param)
     names = [str(dtype).removeprefix("torch.") for dtype in (param.dtype, moments)]
-    block = CODE_BLOCK if moments == torch.uint8 else 1
     itemsize = param.dtype.to_real().itemsize
     kind = f"{names[0]}/{names[1]}@{param.device}"
-    return ParamSpec(index, param.nbytes // itemsize, kind, itemsize, block)
+    return ParamSpec(index, param.nbytes // itemsize, kind, itemsize, precision.block_of(param))
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ from fusedshard.native import CODE_BLOCK
 LEAST_CODED = 4096
 
 _LEAST_EXPONENT, _MOST_EXPONENT = 40, 254  # of a block of codes
-_MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
+_MAGNITUDE, _INFINITY, _WORD = 0x7FFFFFFF, 0x7F800000, 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class Precision:
 
     def check(self) -> None:
         """Raise for a value that is not among the allowed ones."""
-        if self.master_weights not in (None, True, False):
+        if not any(self.master_weights is known for known in (None, True, False)):
             raise ValueError(
                 f"master_weights: got {self.master_weights!r}, wanted None, True or False"
             )
-        if self.state_dtype not in MOMENT_DTYPES:
+        if not any(self.state_dtype is known for known in MOMENT_DTYPES):
             wanted = ", ".join(map(str, MOMENT_DTYPES))
             raise ValueError(f"state_dtype: got {self.state_dtype!r}, wanted one of {wanted}")
-        if self.stochastic_rounding not in (True, False):
+        if not isinstance(self.stochastic_rounding, bool):
             raise ValueError(
                 f"stochastic_rounding: got {self.stochastic_rounding!r}, wanted True or False"
             )
@@ -52,6 +52,13 @@ class Precision:
             return param.dtype.to_real()
         coded = self.state_dtype == torch.uint8
         return torch.float32 if coded and param.numel() < LEAST_CODED else self.state_dtype
+
+    def block_of(self, param: torch.Tensor) -> int:
+        """Elements of a parameter that stay together on one rank: those that share an exponent or
+        a check."""
+        coded = self.moments_of(param) == torch.uint8
+        in_blocks = coded or self.master_of(param.dtype) == torch.int16
+        return CODE_BLOCK if in_blocks else 1
 
     def master_of(self, dtype: torch.dtype) -> torch.dtype | None:
         """What is kept beside parameters of a dtype: int16 remainders, fp32 copies, or nothing."""
@@ -87,6 +94,29 @@ def join_master(value: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The fp32 values that `split_master` took apart."""
     high = value.contiguous().view(torch.int16).to(torch.int32) << 16
     return (high + remainder).view(torch.float32)
+
+
+def checks_of(value: torch.Tensor) -> torch.Tensor:
+    """A number for each block of `CODE_BLOCK` of 1-D bf16 numbers, int32, that tells whether they
+    are the same bits."""
+    bits = value.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
+    blocks = -(-len(bits) // CODE_BLOCK)
+    padded = bits.new_zeros(blocks * CODE_BLOCK)
+    padded[: len(bits)] = bits
+    weights = torch.tensor([_check_weight(i) for i in range(CODE_BLOCK)], device=value.device)
+    return _low_word((padded.view(blocks, CODE_BLOCK) * weights).sum(dim=1)).to(torch.int32)
+
+
+def _check_weight(place: int) -> int:
+    weight = (place + 1) * 0x9E3779B9 & _WORD
+    weight = (weight ^ weight >> 15) * 0x85EBCA6B & _WORD
+    return (weight ^ weight >> 13) | 1
+
+
+def _low_word(numbers: torch.Tensor) -> torch.Tensor:
+    """As a signed 32-bit integer."""
+    word = numbers & _WORD
+    return word - ((word >> 31) << 32)
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -138,25 +138,6 @@ def test_what_a_capture_would_repeat_is_refused(emulated_module: Path) -> None:
         assert_same_bits([param.detach(), frozen.detach()], list(before))
 
 
-def test_masters_are_not_renewed_in_a_capture(emulated_module: Path) -> None:
-    """Each replay would drop them again."""
-    with emulated_kernels(emulated_module) as backend:
-        param = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
-        optimizer = fusedshard.AdamW([param])
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-        with torch.no_grad():
-            param.fill_(3.0)
-        backend.graph = True
-        with pytest.raises(RuntimeError, match="master weights: are renewed while a CUDA graph is"):
-            optimizer.step()
-        backend.graph = False
-        optimizer.step()
-        backend.graph = True
-        optimizer.step()
-        assert optimizer._built.steps.tolist() == [3]
-
-
 def test_room_for_amsgrad_is_there_before_the_first_step(emulated_module: Path) -> None:
     """Memory that a captured step made would be zero again at each replay."""
     with emulated_kernels(emulated_module) as backend:

@@ -99,7 +99,10 @@ def _mean(rank: Rank, mode: str) -> tuple[float, float | None]:
     return optimizer.full_state_dict()["state"][0]["exp_avg"][0].item(), grad
 
 
-@pytest.mark.parametrize("edit", ["multiplied", "clipped", "replaced", "clipped by us"])
+EDITS = ["multiplied", "clipped", "replaced", "clipped by us", "by .data", "by numpy"]
+
+
+@pytest.mark.parametrize("edit", EDITS)
 def test_an_edit_of_the_mean_counts_in_replicated_mode(ranks: RankPool, edit: str) -> None:
     """That of another parameter stays what bf16 has not: 6.015625, of which ``p.grad`` shows 6."""
     for exp_avg, untouched in ranks.run(2, _edit, edit):
@@ -119,6 +122,10 @@ def _edit(rank: Rank, edit: str) -> tuple[float, float]:
         torch.nn.utils.clip_grad_norm_([param], 3.0)
     elif edit == "replaced":
         param.grad = torch.full_like(param, 3.0)
+    elif edit == "by .data":
+        param.grad.data.mul_(0.5)
+    elif edit == "by numpy":
+        param.grad.view(torch.int16).numpy()[:] = torch.tensor([3.0], dtype=BF16).view(torch.int16)
     else:
         optimizer.clip_grad_norm_(3.0, parameters=[param])
         assert param.grad.item() == 3.0
@@ -154,3 +161,60 @@ def _sent(rank: Rank, mode: str, reduction: str, numel: int) -> dict[str, int]:
     optimizer.step()
     sent = optimizer.stats.sent_bytes
     return {name: count for name, count in sent.items() if name not in ("status", "broadcast")}
+
+
+def test_what_changes_no_bit_of_the_mean_on_one_rank(ranks: RankPool) -> None:
+    """Replicas must not part."""
+    first, second = ranks.run(2, _one_rank_edits)
+    assert_same_bits(second, first)
+    assert first[1]["state"][0]["exp_avg"].item() == pytest.approx(0.6015625)
+
+
+def _one_rank_edits(rank: Rank) -> Any:
+    param = torch.nn.Parameter(torch.zeros(1, dtype=BF16))
+    optimizer = fusedshard.AdamW([param], mode="replicated", process_group=rank.group)
+    backward([param], [torch.tensor([(6.0, 6.03125)[rank.rank]], dtype=BF16)])
+    assert param.grad is not None
+    if rank.rank == 0:
+        param.grad.nan_to_num_()
+    optimizer.step()
+    return param.detach().clone(), optimizer.full_state_dict()
+
+
+@each_mode
+def test_gradients_of_other_strides_than_the_parameter(ranks: RankPool, mode: str) -> None:
+    """The mean is written into them by way of a copy."""
+    outcomes = [outcome for m in ("sharded", mode) for outcome in ranks.run(2, _other_strides, m)]
+    for outcome in outcomes[1:]:
+        assert_same_bits(outcome, outcomes[0])
+
+
+def _other_strides(rank: Rank, mode: str) -> Any:
+    generator = torch.Generator().manual_seed(rank.rank)
+    start = torch.ones(4, 3, 5, 5, dtype=BF16).contiguous(memory_format=torch.channels_last)
+    param = torch.nn.Parameter(start)
+    param.grad = torch.zeros(4, 3, 5, 5, dtype=BF16)
+    optimizer = fusedshard.AdamW([param], mode=mode, process_group=rank.group)
+    backward([param], [torch.randn(4, 3, 5, 5, generator=generator).to(BF16)])
+    assert param.grad.is_contiguous()
+    optimizer.step()
+    return param.detach().clone(), optimizer.full_state_dict()
+
+
+def test_clipping_after_torchs_unscale(ranks: RankPool) -> None:
+    """Which changes ``p.grad`` without a trace: the norm is that of the unscaled gradient."""
+    for norm, exp_avg in ranks.run(2, _unscale_and_clip):
+        assert norm == pytest.approx(3.5, rel=1e-6)
+        assert exp_avg == pytest.approx(0.1 * 1.75 / 3.5, rel=1e-5)
+
+
+def _unscale_and_clip(rank: Rank) -> tuple[float, float]:
+    param = torch.nn.Parameter(torch.zeros(4, dtype=BF16))
+    optimizer = fusedshard.AdamW([param], mode="replicated", process_group=rank.group)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(torch.ones(()))
+    backward([param], [torch.full_like(param, (1.5, 2.0)[rank.rank])], 1024.0)
+    scaler.unscale_(optimizer)
+    norm = optimizer.clip_grad_norm_(1.0).item()
+    scaler.step(optimizer)
+    return norm, optimizer.full_state_dict()["state"][0]["exp_avg"][0].item()
