@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -296,6 +297,17 @@ class Holdings:
             self._settle()
         return checkpoint.full_state(self._flats, self.params, self.comm, keep=keep)
 
+    def _warn_of_unused(self, masters: Mapping[int, torch.Tensor]) -> None:
+        kept = [flat for flat in self._flats if flat.masters is not None]
+        unused = sorted(masters.keys() - {s.param for flat in kept for s in flat.layout.slots})
+        if unused:
+            warnings.warn(
+                f"state_dict: has master weights of {len(unused)} parameters (first: "
+                f"{self._labels[unused[0]]}) that this optimizer keeps none of: it goes on from "
+                "the parameters as they are, which may be rounded",
+                stacklevel=2,
+            )
+
     def load(
         self, state: Mapping[int, Mapping[str, Any]], masters: Mapping[int, torch.Tensor]
     ) -> None:
@@ -308,5 +320,6 @@ class Holdings:
                 flat.ensure_max_exp_avg_sq()
             checkpoint.store_moments(flat, self.params, state)
             checkpoint.store_masters(flat, self.params, masters)
+        self._warn_of_unused(masters)
         steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self.params))]
         self.set_steps(integers(steps))

@@ -287,6 +287,16 @@ def test_torch_loads_the_state_dict_and_back() -> None:
     assert_same_bits(state["master_weights"][0], twin.detach().to(FP32))
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_masters_that_an_optimizer_has_no_use_for(dtype: torch.dtype) -> None:
+    state = Model("remainder").optimizer.full_state_dict()
+    param = torch.nn.Parameter(torch.zeros(NUMEL, dtype=dtype))
+    optimizer = fusedshard.AdamW([param], master_weights=False)
+    with pytest.warns(UserWarning, match="1 parameters .first: parameter 0. that this optimizer"):
+        optimizer.load_state_dict(state)
+    assert "master_weights" not in optimizer.full_state_dict()
+
+
 WRONG_MASTERS = {
     "shape": (
         torch.ones(3),
@@ -320,9 +330,7 @@ def test_masters_that_do_not_fit_are_refused(wrong: str) -> None:
 def test_masters_that_are_no_dict_are_refused(masters: Any) -> None:
     model = Model("remainder")
     state = {**model.optimizer.full_state_dict(), "master_weights": masters}
-    with pytest.raises(
-        ValueError, match=r"master_weights: got a (NoneType|list) in the state dict"
-    ):
+    with pytest.raises(ValueError, match=r"master_weights: got a (NoneType|list) in the state"):
         model.optimizer.load_state_dict(state)
 
 
