@@ -96,11 +96,12 @@ def run_mixed(formats: MixedFormats, device: str, offset: int, seed: int | None)
     numel = segments[-1].shard_start + segments[-1].length
     p, m, v, largest = (random(numel, d, device) for d in (param_dtype, *[moments] * 3))
     kept = None if master is None else random(numel, master, device)
+    blocks = -(-numel // CODE_BLOCK)
+    checks = random(blocks, torch.int32, device) if master == torch.int16 else None
     exponents: tuple[torch.Tensor | None, ...] = (None, None, None)
     if moments == torch.uint8:
-        blocks = -(-numel // CODE_BLOCK)
         exponents = tuple(random(blocks, moments, device) for _ in range(3))
-    state = AdamState(p, m, v, largest, kept, exponents, seed)
+    state = AdamState(p, m, v, largest, kept, exponents, seed, checks)
     wide = offset != 0
     grad_dtype = torch.float32 if wide else param_dtype
     grads = [random(s.length, grad_dtype, device, offset) for s in segments]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -27,7 +26,7 @@ class Configuration:
     @property
     def update_bytes(self) -> int:
         """That an update moves for an element: the gradient is read, all else is read and written.
-        (The exponents of codes are 1/32 byte more.)"""
+        (Exponents of codes are 1/32 byte more, and checks of remainders 1/16.)"""
         master = 0 if self.master is None else self.master.itemsize
         return 4 + 2 * (self.param.itemsize + master + 2 * self.moments.itemsize)
 
@@ -59,10 +58,11 @@ def allocate(
     master = None if configuration.master is None else new(configuration.master)
     if configuration.master == torch.float32 and master is not None:
         master.copy_(param)
+    blocks = -(-elements // CODE_BLOCK)
     exponents: tuple[torch.Tensor | None, ...] = (None, None, None)
     if configuration.moments == torch.uint8:
-        blocks = partial(new, torch.uint8, -(-elements // CODE_BLOCK))
-        exponents = (blocks(), blocks(), None)
+        exponents = (new(torch.uint8, blocks), new(torch.uint8, blocks), None)
+    checks = new(torch.int32, blocks) if configuration.master == torch.int16 else None
     narrow = configuration.moments != torch.float32
     state = AdamState(
         param=param,
@@ -72,6 +72,7 @@ def allocate(
         master=master,
         exponents=exponents,
         seed=0 if narrow else None,
+        checks=checks,
     )
     return state, gradient
 

@@ -97,14 +97,15 @@ FUSEDSHARD_HD float refreshed(float wide, T narrow) {
 
 // A float as a bfloat16 number, rounded to the nearest, ties away from zero, and a signed rest in
 // units of the float's last place. Any float that is not NaN comes back to the bit; a NaN stays NaN
-// in both: rounded up its bits could run over into those of zero.
+// in both, the same one everywhere: rounded up its bits could run over into those of zero, and
+// checks would tell apart the payloads that processors choose.
 //
 // A remainder is of use with the very number that it was split from. Each block of numbers has a
 // check, so that one sees where somebody has changed them.
 FUSEDSHARD_HD void split_master(float master, BFloat16& value, int16_t& remainder) {
   const uint32_t bits = bits_of(master);
   const bool is_nan = (bits & kMagnitude) > kInfinity;
-  const uint32_t high = is_nan ? bits >> 16 | 0x0040u : (bits + 0x8000u) >> 16;
+  const uint32_t high = is_nan ? 0x7fc0u : (bits + 0x8000u) >> 16;
   const uint32_t low = is_nan ? 0u : bits - (high << 16);
   value.bits = static_cast<uint16_t>(high);
   remainder = static_cast<int16_t>(static_cast<uint16_t>(low));

@@ -57,8 +57,9 @@ def placed_state(
     moved = zip((state.param, *state.moments), offsets, strict=True)
     param, exp_avg, exp_avg_sq, max_exp_avg_sq = (put(array, offset) for array, offset in moved)
     exponents = tuple(put(array) for array in state.exponents)
-    master = put(state.master)
-    return AdamState(param, exp_avg, exp_avg_sq, max_exp_avg_sq, master, exponents, state.seed)
+    master, checks = put(state.master), put(state.checks)
+    moments = exp_avg, exp_avg_sq, max_exp_avg_sq
+    return AdamState(param, *moments, master, exponents, state.seed, checks)
 
 
 def on_host(tree: Any) -> Any:

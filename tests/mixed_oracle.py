@@ -13,7 +13,7 @@ from oracles import adam_reference_
 from fusedshard.native import AdamState
 from fusedshard.tables import GroupScalars
 
-BLOCK = 128  # codes that share an exponent
+BLOCK = 128  # codes that share an exponent, remainders that share a check
 Words = NDArray[np.uint64]  # of 32 bits and fewer, in room for products
 Random = NDArray[np.int64]  # 16 bits for each element
 
@@ -107,9 +107,26 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bits = master.view(torch.int32).long() & 0xFFFFFFFF
     high = bits >> 16
     tie_or_above = (bits & 0x8000) != 0
-    high = torch.where(master.isnan(), high | 0x40, high + tie_or_above)
+    high = torch.where(master.isnan(), 0x7FC0, high + tie_or_above)
     rest = torch.where(master.isnan(), 0, bits - (high << 16))
     return high.to(torch.uint16).view(torch.bfloat16), rest.to(torch.int16)
+
+
+def _check_weight(place: int) -> int:
+    weight = (place + 1) * 0x9E3779B9 % 2**32
+    weight = (weight ^ weight >> 15) * 0x85EBCA6B % 2**32
+    return (weight ^ weight >> 13) | 1
+
+
+_WEIGHTS = np.array([_check_weight(place) for place in range(BLOCK)], np.uint64)
+
+
+def checks_of(param: torch.Tensor) -> torch.Tensor:
+    """Of each block of bf16 numbers."""
+    bits = np.zeros(-(-len(param) // BLOCK) * BLOCK, np.uint64)
+    bits[: len(param)] = param.view(torch.int16).numpy().view(np.uint16)
+    sums = (bits.reshape(-1, BLOCK) * _WEIGHTS).sum(1) & _LOW
+    return torch.from_numpy(sums.astype(np.uint32).view(np.int32))
 
 
 def _magnitudes(exponents: int, denormal: bool) -> NDArray[np.float64]:
@@ -186,9 +203,9 @@ UNSIGNED = Code(_magnitudes(5, denormal=False), False, (0xFF, float("inf")), 1)
 CODES = (SIGNED, UNSIGNED, UNSIGNED)  # of exp_avg, exp_avg_sq and max_exp_avg_sq
 
 
-def spread(exponents: torch.Tensor, numel: int) -> NDArray[np.int64]:
-    """Each block's exponent for each of its elements."""
-    return np.repeat(exponents.numpy().astype(np.int64), BLOCK)[:numel]
+def spread(of_blocks: torch.Tensor, numel: int) -> NDArray[np.int64]:
+    """Each block's number for each of its elements."""
+    return np.repeat(of_blocks.numpy().astype(np.int64), BLOCK)[:numel]
 
 
 def wide_param(state: AdamState) -> torch.Tensor:
@@ -197,7 +214,9 @@ def wide_param(state: AdamState) -> torch.Tensor:
     if master is None:
         return param.float()
     if master.dtype == torch.int16:
-        return join(param, master)
+        assert state.checks is not None
+        valid = torch.from_numpy(spread(checks_of(param) == state.checks, len(param)))
+        return join(param, master * valid)
     edited = master.to(param.dtype) != param
     return torch.where(edited, param.float(), master)
 
@@ -237,6 +256,8 @@ def narrow_into_(state: AdamState, wide: AdamState, place: Place) -> None:
             moment.copy_(to_bf16(value, r) if moment.dtype == torch.bfloat16 else value)
     if state.master is not None and state.master.dtype == torch.int16:
         state.param[:], state.master[:] = split(wide.param)
+        assert state.checks is not None
+        state.checks.copy_(checks_of(state.param))
         return
     if state.master is not None:
         state.master.copy_(wide.param)

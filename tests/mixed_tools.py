@@ -56,12 +56,15 @@ def fresh_mixed(
     master = None if formats.master is None else torch.zeros(numel, dtype=formats.master)
     if master is not None and master.dtype == FP32:
         master.copy_(narrow)
+    blocks = -(-numel // BLOCK)
     exponents: tuple[torch.Tensor | None, ...] = (None, None, None)
     if formats.moments == CODES:
-        blocks = [torch.zeros(-(-numel // BLOCK), dtype=torch.uint8) for _ in range(3)]
-        exponents = (*blocks[:2], blocks[2] if amsgrad else None)
+        shared = [torch.zeros(blocks, dtype=torch.uint8) for _ in range(3)]
+        exponents = (*shared[:2], shared[2] if amsgrad else None)
+    checks = torch.zeros(blocks, dtype=torch.int32) if formats.master == REMAINDER else None
     third = moments[2] if amsgrad else None
-    return AdamState(narrow.clone(), moments[0], moments[1], third, master, exponents, seed)
+    param = narrow.clone()
+    return AdamState(param, moments[0], moments[1], third, master, exponents, seed, checks)
 
 
 def copy_of(state: AdamState) -> AdamState:
@@ -79,7 +82,8 @@ def part_of(state: AdamState, start: int, stop: int, *, copied: bool = False) ->
     blocks = start // BLOCK, -(-stop // BLOCK)
     arrays: Any = {name: part(getattr(state, name), start, stop) for name in AdamState._fields[:5]}
     exponents = tuple(part(array, *blocks) for array in state.exponents)
-    return state._replace(**arrays, exponents=exponents)
+    checks = part(state.checks, *blocks)
+    return state._replace(**arrays, exponents=exponents, checks=checks)
 
 
 def update_mixed(

@@ -147,6 +147,7 @@ def arrays_of(state: AdamState) -> dict[str, torch.Tensor]:
     """All arrays that a state has, by name."""
     named = [*zip(AdamState._fields[:5], state[:5], strict=True)]
     named += zip(EXPONENTS, state.exponents, strict=True)
+    named.append(("checks", state.checks))
     return {name: array for name, array in named if isinstance(array, torch.Tensor)}
 
 

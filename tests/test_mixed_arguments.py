@@ -130,17 +130,21 @@ def test_moments_of_two_dtypes(name: str) -> None:
     check_refusal(given, name, TypeError, "got torch.float32, wanted torch.bfloat16")
 
 
-@pytest.mark.parametrize(
+each_change_of_blocks = pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
         (lambda x: None, ValueError, "got None, wanted 3"),
         (lambda x: x[:2], ValueError, "got 2 elements, wanted 3"),
+        (lambda x: x.repeat(2), ValueError, "got 6 elements, wanted 3"),
         (lambda x: x.view(1, 3), ValueError, "got shape (1, 3)"),
-        (lambda x: x.int(), TypeError, "got torch.int32, wanted torch.uint8"),
+        (lambda x: x.short(), TypeError, "got torch.int16, wanted torch."),
         (lambda x: x.to("meta"), ValueError, NO_BACKEND),
     ],
-    ids=["none", "length", "shape", "dtype", "device"],
+    ids=["none", "length", "longer", "shape", "dtype", "device"],
 )
+
+
+@each_change_of_blocks
 @pytest.mark.parametrize("index", range(3))
 def test_exponents_that_do_not_fit(
     index: int, change: Change, kind: type[Exception], message: str
@@ -155,12 +159,24 @@ def test_exponents_that_do_not_fit(
         run(state._replace(exponents=tuple(exponents)))
 
 
+@each_change_of_blocks
+@pytest.mark.parametrize("moments", [FP32, CODES], ids=["fp32", "codes"])
+def test_checks_that_do_not_fit(
+    moments: torch.dtype, change: Change, kind: type[Exception], message: str
+) -> None:
+    state = state_of(Formats(BF16, REMAINDER, moments))
+    assert state.checks is not None
+    with refused("checks", kind, message):
+        run(state._replace(checks=change(state.checks)))
+
+
 @pytest.mark.parametrize(
     ("formats", "start", "wanted"),
     [
         (Formats(BF16, REMAINDER, CODES), 64, 128),
         (Formats(FP32, None, CODES), 8, 128),
-        (Formats(BF16, REMAINDER, FP32), 4, 8),
+        (Formats(BF16, REMAINDER, FP32), 8, 128),
+        (Formats(BF16, FP32, FP32), 4, 8),
         (Formats(FP16, None, BF16), 9, 8),
     ],
     ids=lambda value: str(value),

@@ -157,17 +157,6 @@ def test_an_edited_weight_is_taken_over(dtype: torch.dtype) -> None:
     assert torch.equal(state.param, want.to(dtype))
 
 
-def test_an_edited_weight_with_a_remainder_is_within_its_last_place() -> None:
-    """The remainder stays, and is less than half of what the edited weight can tell apart."""
-    state = fresh_mixed(torch.full((99,), 1.0), Formats(BF16, REMAINDER, FP32))
-    update_mixed(state, torch.ones(99), ADAM, Place(1))
-    assert state.master is not None and state.master.any()
-    state.param.fill_(3.0)
-    update_mixed(state, torch.zeros(99), ADAM._replace(lr=0.0), Place(2))
-    assert torch.equal(state.param, torch.full((99,), 3.0, dtype=BF16))
-    assert (wide_param(state) - 3.0).abs().max() <= 2.0**-7
-
-
 def test_fp16_overflow_is_seen_and_leaves_the_master_alone() -> None:
     state = fresh_mixed(torch.full((99,), 65504.0), Formats(FP16, FP32, FP32))
     assert state.master is not None

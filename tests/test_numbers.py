@@ -19,7 +19,7 @@ FAULTS = [
     ("bfloat16", "kInfinity ? 0x7fc0u : rounded", "kInfinity ? 0x7f80u : rounded"),
     ("stochastic", "(bits + random) >> 16", "(bits + random + 1u) >> 16"),
     ("master", "(bits + 0x8000u) >> 16", "(bits + 0x7fffu) >> 16"),
-    ("master", "bits >> 16 | 0x0040u", "bits >> 16"),
+    ("master", "is_nan ? 0x7fc0u : (bits", "is_nan ? bits >> 16 : (bits"),
     ("half", "0xfffu + (magnitude >> 13 & 1u)", "0x1000u"),
     ("half", "magnitude < (113u << 23)", "magnitude < (112u << 23)"),
     ("half", "magnitude >= (143u << 23)", "magnitude >= (144u << 23)"),
