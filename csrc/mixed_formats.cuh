@@ -118,9 +118,12 @@ __device__ __forceinline__ Eight<float> read_narrow_param(const MixedArrays& a,
 
 // All threads of a warp meet here. Elements that are not there are zero, and add nothing.
 __device__ __forceinline__ uint32_t shared_check(const Eight<BFloat16>& param) {
-  const uint32_t first = threadIdx.x % kBlockThreads * kEach;
+  uint32_t first = threadIdx.x % kBlockThreads * kEach;
   uint32_t sum = 0;
-  for (int k = 0; k < kEach; ++k) sum += check_weight(first + k) * param.at[k].bits;
+  for (int k = 0; k < kEach; ++k) {
+    asm("" : "+r"(first));  // else what all weights begin with is kept in registers, which spill
+    sum += check_weight(first + k) * param.at[k].bits;
+  }
   for (int lanes = kBlockThreads / 2; lanes > 0; lanes /= 2) {
     sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
   }

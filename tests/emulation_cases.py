@@ -58,11 +58,23 @@ SHUFFLE = "sums[k] += __shfl_down_sync(0xffffffffu, sums[k], half);"
 NEARER = (REDUCE, SHUFFLE, SHUFFLE.replace("half", "half / 2"))
 NO_LAST_LANE = (REDUCE, SHUFFLE, SHUFFLE.replace("0xf", "0x7"))
 HALF_A_WARP = (REDUCE, SHUFFLE, f"if (lane < 16) {SHUFFLE}")
-WHOLE_WARP = (FORMATS, "lanes = kBlockThreads / 2", "lanes = kWarp / 2")
+LANES = "for (int lanes = kBlockThreads / 2; lanes > 0; lanes /= 2) {\n    "
+WHOLE_WARP = LANES.replace("kBlockThreads", "kWarp")
 MIXED_SHUFFLE = "const int32_t other = __shfl_xor_sync(0xffffffffu, largest, lanes);"
+CHECK_SHUFFLE = "sum += __shfl_xor_sync(0xffffffffu, sum, lanes);"
+EXPONENT_OF_WARP = (FORMATS, LANES + MIXED_SHUFFLE, WHOLE_WARP + MIXED_SHUFFLE)
+CHECK_OF_WARP = (FORMATS, LANES + CHECK_SHUFFLE, WHOLE_WARP + CHECK_SHUFFLE)
+CHECK_ALONE = (
+    FORMATS,
+    LANES + CHECK_SHUFFLE,
+    LANES.replace("lanes > 0", "lanes > 1") + CHECK_SHUFFLE,
+)
+ALWAYS_VALID = (FORMATS, "valid ? rest.at[k] : int16_t{0}", "rest.at[k]")
+NO_CHECK_BARRIER = (FORMATS, "__syncwarp();  // the others may still read the last check", "")
+BEHIND_A_TAIL = (FORMATS, "if (k >= place.present()) param.at[k].bits = 0;", "")
 ALONE = (FORMATS, MIXED_SHUFFLE, f"if (largest == 0) continue; {MIXED_SHUFFLE}")
 LEAVE = (MIXED, "place.in_segment - lane * kEach >=", "place.in_segment >=")
-NO_WARP_BARRIER = (FORMATS, "__syncwarp();", "")
+NO_WARP_BARRIER = (FORMATS, "__syncwarp();  // the others may still read the last exponent", "")
 NO_MIXED_TAIL = (FORMATS, "if (present >= kEach) {", "if (present > 0) {")
 ANYWHERE = (FORMATS, "aligned(from)", "true")
 OTHER_WORDS = (FORMATS, "random_words(key, first / 2 + k / 2)", "random_words(key, first / 2)")
@@ -78,10 +90,15 @@ FAULTS = {
     "no barrier after, values": Fault("adam", AFTER, "adam fp32"),
     "two barriers": Fault("adam", (*AFTER[:2], TWO_BARRIERS), "threads wait at different barriers"),
     "barrier of some": Fault("reduce", SOME_THREADS, "after 56 of 256 threads have returned"),
-    "mixed: codes by a warp's exponent": Fault("mixed", WHOLE_WARP, "exponents"),
+    "mixed: codes by a warp's exponent": Fault("mixed", EXPONENT_OF_WARP, "exponents"),
     "mixed: an exponent without its lanes": Fault("mixed", ALONE, "meet in different calls"),
     "mixed: threads that leave a warp": Fault("mixed", LEAVE, "waiting in __shfl_xor_sync"),
     "mixed: no warp barrier": Fault("mixed", NO_WARP_BARRIER, "data race", "thread"),
+    "mixed: a warp's check": Fault("mixed", CHECK_OF_WARP, "master 4"),
+    "mixed: a check without a lane's part": Fault("mixed", CHECK_ALONE, "master 4"),
+    "mixed: remainders of edited blocks": Fault("mixed", ALWAYS_VALID, "master 4"),
+    "mixed: a check of what is not there": Fault("mixed", BEHIND_A_TAIL, "checks"),
+    "mixed: no warp barrier before checks": Fault("mixed", NO_CHECK_BARRIER, "data race", "thread"),
     "mixed: a vector in a tail": Fault("mixed", NO_MIXED_TAIL, "heap-buffer-overflow", "address"),
     "mixed: vectors of any gradient": Fault("mixed", ANYWHERE, "misaligned address", "address"),
     "mixed: words of another element": Fault("mixed", OTHER_WORDS, "stochastic"),
@@ -121,7 +138,7 @@ module.adam_f32(*state, 0, *rest)
 assert (param != expected).view(20, 1024)[:, :1000].all()
 codes, exponents = torch.zeros(2, 20 * 1024).byte(), torch.zeros(2, 160).byte()
 moments = [[c.data_ptr(), e.data_ptr()] for c, e in zip(codes, exponents)] + [[0, 0]]
-module.adam_mixed(param.data_ptr(), 0, moments, [1, 0, 5, 1], 7, *rest)
+module.adam_mixed(param.data_ptr(), 0, 0, moments, [1, 0, 5, 1], 7, *rest)
 assert codes.view(2, 20, 1024)[:, :, :1000].all() and exponents.all()
 words, written = torch.arange(100), torch.zeros(64, dtype=torch.int64)
 module.write_words(written.data_ptr(), words.data_ptr(), int(sys.argv[2]), 0, 0)

@@ -36,8 +36,10 @@ each_moment = pytest.mark.parametrize("moments", [FP32, BF16, CODES], ids=["fp32
 def trained(moments: torch.dtype = FP32, steps: int = 3) -> AdamState:
     generator = torch.Generator().manual_seed(1)
     state = fresh_mixed(torch.randn(NUMEL, generator=generator), Formats(BF16, REMAINDER, moments))
+    # Without eps what is zero becomes NaN, as what stands for elements behind the end.
+    group = ADAMW._replace(eps=0.0)
     for step in range(1, steps + 1):
-        update_mixed(state, torch.randn(NUMEL, generator=generator), ADAMW, Place(step))
+        update_mixed(state, torch.randn(NUMEL, generator=generator), group, Place(step))
     _, remainder, checks = parts(state)
     assert (remainder != 0).double().mean() > 0.9 and same_bits(checks, checks_of(state.param))
     return state
