@@ -17,6 +17,13 @@ constexpr uint64_t kFloats = 1ull << 32;
 constexpr uint64_t kHalves = 1ull << 16;
 constexpr int64_t kBlock = 1 << 16;  // patterns
 
+struct CheckWeights {
+  CheckWeights() {
+    for (uint32_t i = 0; i < kCodeBlock; ++i) at[i] = check_weight(i);
+  }
+  uint32_t at[kCodeBlock];
+};
+
 bool is_nan(uint32_t bits) { return (bits & kMagnitude) > kInfinity; }
 uint32_t sign_of(uint32_t bits) { return bits >> 16 & 0x8000u; }
 
@@ -96,6 +103,21 @@ bool bfloat16_is_a_neighbour(uint32_t bits) {
   return is_nan(bits) ? (never == 0x7fc0u) & (always == 0x7fc0u) : holds;
 }
 
+// Of a number that changes by `difference`, and of two that differ by it and change places. Lower
+// ones change the check by as much, with the other sign.
+bool difference_is_seen(uint32_t difference) {
+  if (difference == 0) return true;
+  static const CheckWeights weights;
+  uint32_t unseen = 0;
+  for (int64_t i = 0; i < kCodeBlock; ++i) {
+    unseen += weights.at[i] * difference == 0 ? 1 : 0;
+    for (int64_t j = 0; j < i; ++j) {
+      unseen += (weights.at[i] - weights.at[j]) * difference == 0 ? 1 : 0;
+    }
+  }
+  return unseen == 0;
+}
+
 template <bool (*kHolds)(uint32_t)>
 int sweep(uint64_t count) {
   std::atomic<int64_t> failing_block = -1;
@@ -144,6 +166,7 @@ int run(const char* check) {
   if (is("stochastic")) return sweep<bfloat16_is_a_neighbour>(kFloats);
   if (is("master")) return sweep<master_survives>(kFloats);
   if (is("half")) return sweep<half_is_nearest>(kFloats);
+  if (is("weights")) return sweep<difference_is_seen>(kHalves);
   if (is("widen")) return sweep<half_is_widened>(kHalves);
   if (is("philox")) return philox();
   std::printf("no check is named %s\n", check);

@@ -1,5 +1,6 @@
-"""Conversions between floats and narrower numbers for every float there is, and the known answers
-of the random numbers: `numbers_cases.cpp`, also with faults planted in what it checks."""
+"""Conversions between floats and narrower numbers for every float there is, checks for every
+difference, and the known answers of the random numbers: `numbers_cases.cpp`, also with faults
+planted in what it checks."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from emulation import ARITHMETIC, ROOT, compiler
 HEADERS = ("numbers.h", "random.h")
 # As fast as this machine allows: a check goes through 2^32 floats.
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fno-trapping-math", *ARITHMETIC, "-fopenmp")
-CHECKS = ("bfloat16", "stochastic", "master", "half", "widen", "philox")
+CHECKS = ("bfloat16", "stochastic", "master", "half", "widen", "weights", "philox")
 FAULTS = [
     ("bfloat16", "0x7fffu + (bits >> 16 & 1u)", "0x8000u"),
     ("bfloat16", "kInfinity ? 0x7fc0u : rounded", "kInfinity ? 0x7f80u : rounded"),
@@ -25,6 +26,9 @@ FAULTS = [
     ("half", "magnitude >= (143u << 23)", "magnitude >= (144u << 23)"),
     ("widen", "magnitude < 0x0400u", "magnitude < 0x03ffu"),
     ("widen", "magnitude >= 0x7c00u", "magnitude > 0x7c00u"),
+    ("weights", "(place + 1u)", "(place / 2u + 1u)"),
+    ("weights", "(weight ^ weight >> 13) | 1u", "weight << 17 | 1u"),
+    ("weights", "(weight ^ weight >> 13) | 1u", "weight << 17"),
     ("philox", "kPhiloxRounds = 10", "kPhiloxRounds = 9"),
     ("philox", "k1 += 0xbb67ae85u", "k1 += 0x9e3779b9u"),
 ]
