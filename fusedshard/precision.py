@@ -85,7 +85,7 @@ class Precision:
 def split_master(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp32 values as bf16 numbers, rounded half away from zero, and int16 remainders."""
     bits = master.contiguous().view(torch.int32)
-    high = torch.where(master.isnan(), (bits >> 16) | 0x40, (bits + 0x8000) >> 16)
+    high = torch.where(master.isnan(), 0x7FC0, (bits + 0x8000) >> 16)
     low = torch.where(master.isnan(), 0, bits - (high << 16))
     return high.to(torch.int16).view(torch.bfloat16), low.to(torch.int16)
 
