@@ -12,8 +12,10 @@ from kernel_tools import ADAM, ADAMW, chunks_of_all_scales, tables_of
 from mixed_oracle import BLOCK, Place
 from mixed_tools import (
     BF16,
+    CODES,
     FP16,
     FP32,
+    REMAINDER,
     Formats,
     copy_of,
     each_format,
@@ -99,6 +101,22 @@ def test_found_inf_skips(formats: Formats) -> None:
             update_mixed(state, grad.to(device), ADAMW, Place(2), found_inf=flag)
         assert equal_on_host(ours, want)
         assert equal_on_host(ours, start) == (found != 0)
+
+
+@pytest.mark.parametrize("moments", [FP32, BF16, CODES], ids=["fp32", "bf16", "codes"])
+def test_remainders_beside_edited_weights(moments: torch.dtype) -> None:
+    """Of every fourth block one weight is another, at places that no two blocks share."""
+    numel = 8200
+    want = odd_start(numel, Formats(BF16, REMAINDER, moments), SEED)
+    ours = placed_state(want)
+    edited = torch.arange(0, numel, 4 * BLOCK + 1)
+    for state in (ours, want):
+        state.param[edited.to(state.param.device)] = 0.0
+    for step in (2, 3):
+        grad = odd_values(numel, BF16).roll(step)
+        update_mixed(want, grad, ADAMW, Place(step))
+        update_mixed(ours, placed(grad), ADAMW, Place(step))
+        assert equal_on_host(ours, want), step
 
 
 @pytest.mark.parametrize("gap", [0, 1, 8])
