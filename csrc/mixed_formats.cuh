@@ -79,9 +79,6 @@ __device__ __forceinline__ Eight<float> widen_eight(const Eight<T>& x) {
   return wide;
 }
 
-__device__ __forceinline__ void round_to(BFloat16& to, float x) { to = to_bfloat16(x); }
-__device__ __forceinline__ void round_to(Half& to, float x) { to = to_half(x); }
-
 template <typename T>
 __device__ __forceinline__ Eight<float> read_gradient(const Place& place) {
   const T* const from = reinterpret_cast<const T*>(place.work.segment.grad);
@@ -96,14 +93,10 @@ __device__ __forceinline__ Eight<float> read_gradient(Format param_format, const
                                            : read_gradient<Half>(place);
 }
 
-// Where a parameter is no longer its master's rounding, somebody has changed it: it counts.
 template <typename T>
-__device__ __forceinline__ Eight<float> refreshed(Eight<float> master, const Eight<T>& param) {
-  for (int k = 0; k < kEach; ++k) {
-    T rounded;
-    round_to(rounded, master.at[k]);
-    master.at[k] = rounded.bits == param.at[k].bits ? master.at[k] : widen(param.at[k]);
-  }
+__device__ __forceinline__ Eight<float> refreshed_eight(Eight<float> master,
+                                                        const Eight<T>& param) {
+  for (int k = 0; k < kEach; ++k) master.at[k] = refreshed(master.at[k], param.at[k]);
   return master;
 }
 
@@ -112,8 +105,8 @@ __device__ __forceinline__ Eight<float> read_narrow_param(const MixedArrays& a,
                                                           const Place& place) {
   const auto param = load_eight(static_cast<const T*>(a.param) + place.at(), place.present());
   if (a.master_format != Format::kFloat) return widen_eight(param);
-  return refreshed(load_eight(static_cast<const float*>(a.master) + place.at(), place.present()),
-                   param);
+  return refreshed_eight(
+      load_eight(static_cast<const float*>(a.master) + place.at(), place.present()), param);
 }
 
 // All threads of a warp meet here. Elements that are not there are zero, and add nothing.
@@ -182,7 +175,7 @@ template <typename T>
 __device__ __forceinline__ void write_rounded_param(const MixedArrays& a, const Place& place,
                                                     const Eight<float>& value) {
   Eight<T> param;
-  for (int k = 0; k < kEach; ++k) round_to(param.at[k], value.at[k]);
+  for (int k = 0; k < kEach; ++k) param.at[k] = rounded_as(T{}, value.at[k]);
   store_eight(static_cast<T*>(a.param) + place.at(), param, place.present());
 }
 

@@ -41,6 +41,7 @@ VECTORS = {
     "partial_sums<double, square>": (2, 0),  # a thread takes four lanes at once
     "partial_sums<double>": (2, 0),
     **{f"found_inf<{real}>": (1, 0) for real in (*REALS, *NARROW)},
+    **{f"refresh<{narrow}>": (1 + 2, 2) for narrow in NARROW},  # beside fp32 numbers
     **{f"pack<{integer}>": (1, 2) for integer in INTEGERS},  # copies or stores zeros
     **{f"unpack<{integer}>": (1, 1) for integer in INTEGERS},
     **{name: (0, 0) for name in ("write_words", "count_steps", "probe")},

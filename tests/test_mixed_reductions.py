@@ -10,7 +10,7 @@ from kernel_tools import chunks_of_all_scales, running_on, ways_to_run
 from mixed_tools import BF16, FP16, on_each_mixed_backend
 from oracles import ordered_mean, same_bits
 
-from fusedshard.kernels import found_inf_, mean_, square_sum
+from fusedshard.kernels import found_inf_, mean_, refresh_, square_sum
 
 pytestmark = on_each_mixed_backend
 
@@ -108,3 +108,30 @@ def test_found_inf_keeps_its_value_where_all_is_finite(dtype: torch.dtype) -> No
     found_inf = torch.ones(1)
     found_inf_(found_inf, torch.ones(99, dtype=dtype))
     assert found_inf.item() == 1.0
+
+
+@each_size
+@each_dtype
+def test_what_was_changed_beside_its_rounding_is_taken_over(dtype: torch.dtype, numel: int) -> None:
+    (wide,) = chunks_of_all_scales(1, numel, torch.float32)
+    narrow = wide.to(dtype)
+    narrow[3::7] *= -1
+    narrow[5::100] = torch.nan
+    same = narrow.view(torch.int16) == wide.to(dtype).view(torch.int16)
+    want = torch.where(same, wide, narrow.float())
+    assert numel < 7 or not same.all()
+    for variant, threads in ways_to_run((1, 2, 5)):
+        ours = wide.clone()
+        with running_on(variant, threads):
+            refresh_(ours, narrow)
+        assert same_bits(ours, want), (variant, threads)
+
+
+def test_what_refresh_refuses() -> None:
+    narrow = torch.ones(5, dtype=BF16)
+    with pytest.raises(TypeError, match=r"narrow: got torch\.float32, wanted torch\.bfloat16 or"):
+        refresh_(torch.ones(5), torch.ones(5))
+    with pytest.raises(TypeError, match=r"wide: got torch\.float64, wanted torch\.float32"):
+        refresh_(torch.ones(5, dtype=torch.float64), narrow)
+    with pytest.raises(ValueError, match="narrow: got 5 elements, wanted 4"):
+        refresh_(torch.ones(4), narrow)

@@ -83,6 +83,24 @@ void check_found_inf(Random& random, int64_t length, int64_t shift, int64_t at) 
   }
 }
 
+// Where some of the narrow numbers are not the wide ones' roundings.
+template <typename T>
+void check_refresh(Random& random) {
+  for (int64_t length : lengths_of<T>()) {
+    for (int64_t shift = 0; shift < kWidth<T>; ++shift) {
+      const Array<T> narrow = random_array<T>(random, length, shift);
+      const Array<float> wide(length, random.below(2) == 0 ? shift % kWidth<float> : 1);
+      for (int64_t i = 0; i < length; ++i) {
+        wide[i] = widen(narrow[i]) * (random.below(3) == 0 ? 1.5f : 1.0f + 0x1p-14f);
+      }
+      const Array<float> wanted(wide, 0);
+      refresh_cuda<T>(wide.data(), narrow.data(), length, next_stream());
+      refresh_cpu<T>(wanted.data(), narrow.data(), length, 1);
+      expect_same("refresh " + type_name<T>() + " of " + std::to_string(length), wide, wanted);
+    }
+  }
+}
+
 template <typename T>
 void check_sums(Random& random) {
   std::vector<int64_t> lengths = lengths_of<T>();
@@ -113,6 +131,8 @@ void run_all() {
   check_sums<double>(random);
   check_sums<BFloat16>(random);
   check_sums<Half>(random);
+  check_refresh<BFloat16>(random);
+  check_refresh<Half>(random);
   // Partial sums of partial sums of partial sums.
   check_square_sum<float>(random, kSumBlock * kSumBlock + 1, 0);
 }
