@@ -65,8 +65,13 @@ class ParallelOptions:
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for values that torch.optim.Adam refuses, in its words."""
+    """Raise ValueError for values that torch.optim.Adam refuses, in its words, and TypeError for
+    what is no number."""
     lr, betas = group["lr"], group["betas"]
+    for name in ("lr", "eps", "weight_decay"):
+        _check_number(name, group[name])
+    if isinstance(betas, str) or not isinstance(betas, Sequence):
+        raise TypeError(f"betas: got {betas!r}, wanted two numbers")
     if isinstance(lr, torch.Tensor) and lr.numel() != 1:
         raise ValueError(f"lr: got a tensor of shape {tuple(lr.shape)}, wanted one element")
     if not lr >= 0.0:  # also refuses NaN
@@ -76,6 +81,7 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
     if len(betas) != 2:
         raise ValueError(f"betas: got {betas!r}, wanted two numbers")
     for index, beta in enumerate(betas):
+        _check_number(f"betas[{index}]", beta)
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
     if not group["weight_decay"] >= 0.0:
@@ -96,6 +102,17 @@ def check_groups(
     for group in groups:
         check_hyperparameters(group)
     check_params(groups, first, device, known)
+
+
+def _check_number(name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        return
+    try:
+        if isinstance(value, str):
+            raise TypeError
+        float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name}: got {value!r}, wanted a number") from None
 
 
 def _check_choice(name: str, got: str, allowed: tuple[str, ...]) -> None:

@@ -331,3 +331,10 @@ def _one_skips(rank: Rank) -> str:
     with pytest.raises(RuntimeError) as error:
         optimizer.step()
     return str(error.value)
+
+
+def test_it_scales_wherever_it_is() -> None:
+    """torch's own is for a GPU by default, and off without one."""
+    scaler = fusedshard.GradScaler(init_scale=4.0)
+    assert scaler.is_enabled() and scaler.get_scale() == 4.0
+    assert not fusedshard.GradScaler(enabled=False).is_enabled()

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim.lr_scheduler import StepLR
@@ -110,3 +111,30 @@ def test_lif_08_schedulers_warn_only_of_a_wrong_order(variant: Variant) -> None:
     too_early = StepLR(variant.ours([parameter(1.0)]), 1)
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         too_early.step()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "label"),
+    [
+        ("lr", "0.1", "lr"),
+        ("lr", None, "lr"),
+        ("eps", [1e-8], "eps"),
+        ("weight_decay", None, "weight_decay"),
+        ("betas", None, "betas"),
+        ("betas", (0.9, "0.99"), r"betas\[1\]"),
+    ],
+)
+def test_what_is_no_number_is_refused_by_name(name: str, value: Any, label: str) -> None:
+    wanted = "two numbers" if label == "betas" else "a number"
+    with pytest.raises(TypeError, match=f"^{label}: got .*, wanted {wanted}$"):
+        fusedshard.AdamW([parameter(1.0)], **{name: value})
+
+
+def test_numbers_of_other_libraries_are_taken() -> None:
+    values: list[Any] = [np.float32(0.1), np.array(0.1), 1]
+    betas: Any = [np.float64(0.9), 0.99]
+    for value in values:
+        p = parameter(1.0)
+        p.grad = torch.ones(1)
+        fusedshard.AdamW([p], lr=value, betas=betas, weight_decay=0.0).step()
+        assert p.item() == pytest.approx(1.0 - float(value), abs=1e-6)
