@@ -364,5 +364,7 @@ def test_stub_names_what_the_module_has(installed: Environment) -> None:
     tree = ast.parse((ROOT / "fusedshard/_C.pyi").read_text())
     kinds = (ast.FunctionDef, ast.ClassDef)
     stub = {node.name for node in tree.body if isinstance(node, kinds)}
+    constants = [node.target for node in tree.body if isinstance(node, ast.AnnAssign)]
+    stub |= {target.id for target in constants if isinstance(target, ast.Name)} - {"cuda"}
     names = installed.execute("import torch, fusedshard._C as C; print(*dir(C))").split()
     assert {n for n in names if n[0] != "_"} == {n for n in stub if n[0] != "_"}
