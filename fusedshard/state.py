@@ -18,11 +18,8 @@ from fusedshard.engine import Engine
 from fusedshard.options import ParallelOptions, check_groups
 from fusedshard.stats import Stats
 
-ARRAYS = (
-    "step",
-    *checkpoint.MOMENTS,
-    *checkpoint.EXPONENTS,
-)  # what the engine has of a parameter's state
+# What the engine has of a parameter's state.
+ARRAYS = ("step", *checkpoint.MOMENTS, *checkpoint.EXPONENTS)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -174,15 +171,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group.setdefault(key, value)
             if self.defaults["decoupled_weight_decay"]:
                 group["decoupled_weight_decay"] = True
-        assert self._loading is not None
-        # As they were saved: torch has cast the moments to the parameters' dtype.
-        groups = self._loading["param_groups"]
-        keys = dict(enumerate(key for group in groups for key in group["params"]))
-        saved, masters = self._loading["state"], self._loading.get(checkpoint.MASTERS, {})
+        saved, masters = state["state"], {}
+        keys: Iterable[Any] = self._built.params
+        if self._loading is not None:
+            # As they were saved: torch has cast the moments to the parameters' dtype.
+            saved, masters = self._loading["state"], self._loading.get(checkpoint.MASTERS, {})
+            keys = [key for group in self._loading["param_groups"] for key in group["params"]]
+        numbered = dict(enumerate(keys))
         self._load(
             self._built,
-            {index: saved.get(key) for index, key in keys.items()},
-            {index: masters[key] for index, key in keys.items() if key in masters},
+            {index: saved.get(key) for index, key in numbered.items()},
+            {index: masters[key] for index, key in numbered.items() if key in masters},
         )
         self._show_saved(state["state"])
 

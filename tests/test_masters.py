@@ -287,6 +287,16 @@ def test_torch_loads_the_state_dict_and_back() -> None:
     assert_same_bits(state["master_weights"][0], twin.detach().to(FP32))
 
 
+def test_setstate_of_what_load_state_dict_has_put_together() -> None:
+    """As libraries call it that put their own in the place of load_state_dict."""
+    model, twin = Model("remainder"), Model("remainder")
+    state = {twin.param: dict(model.optimizer.state[model.param])}
+    twin.step(3)
+    twin.optimizer.__setstate__({"state": state, "param_groups": twin.optimizer.param_groups})
+    loaded = twin.optimizer.full_state_dict()["state"][0]
+    assert_same_bits(loaded, model.optimizer.full_state_dict()["state"][0])
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_masters_that_an_optimizer_has_no_use_for(dtype: torch.dtype) -> None:
     state = Model("remainder").optimizer.full_state_dict()

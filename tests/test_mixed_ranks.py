@@ -79,6 +79,8 @@ def test_other_random_numbers_for_other_seeds_and_none_without_rounding() -> Non
     moments = [outcome[1]["state"][0]["exp_avg"] for outcome in (first, other)]
     assert not torch.equal(*moments)
     assert (moments[0] - moments[1]).abs().max() <= moments[0].abs().max() / 50
+    nearest = Formats(None, BF16, False)
+    assert_same_bits(train_mixed(None, nearest, seed=1), train_mixed(None, nearest, seed=0))
 
 
 @each_mode
