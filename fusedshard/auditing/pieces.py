@@ -1,0 +1,104 @@
+"""What a rank holds, in words that all kinds of optimizers have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+Index = tuple[int, ...]
+
+PARAM = "param"  # the part that is the parameter itself
+
+
+class ParamInfo(NamedTuple):
+    """A parameter (or buffer), as every rank knows it.
+
+    Attributes:
+        name: the model's, or ``"parameter 3"``.
+        shape: of the whole.
+        trains: whether it requires a gradient.
+    """
+
+    name: str
+    shape: Index
+    trains: bool = True
+
+
+class Piece(NamedTuple):
+    """A box of an array that a rank holds: the parameter, or a part of its optimizer state.
+
+    Attributes:
+        param: the parameter's name.
+        part: ``"param"``, or the key of its state: ``"exp_avg"``, ``"step"``, ...
+        shape: of the whole array. Where pieces are stretches of storage order it is
+            ``(elements,)``.
+        offset, size: the box: its first index and its extent, one number a dimension.
+        dtype: its name, without ``torch.``.
+        copies: how many ranks must hold each element; 0: as many as of most parameters.
+        strides: of the tensor that holds it; ranks with other strides are compared by index.
+    """
+
+    param: str
+    part: str
+    shape: Index
+    offset: Index
+    size: Index
+    dtype: str
+    copies: int
+    strides: Index
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.size)
+
+    @property
+    def array(self) -> tuple[str, str]:
+        return self.param, self.part
+
+
+class Held(NamedTuple):
+    """A piece, and the tensor of its size that holds it here."""
+
+    piece: Piece
+    tensor: torch.Tensor
+
+
+class Inventory(NamedTuple):
+    """All that a rank holds.
+
+    Attributes:
+        params: the parameters that are audited, the same on every rank.
+        held: its pieces; empty ones are left out.
+        buffers: names of those among ``params`` that are no parameters, and need not agree.
+        must_have_state: whether a parameter that trains has lost its state where no rank has any
+            and others have. Elsewhere it may not have had a gradient yet.
+    """
+
+    params: Sequence[ParamInfo]
+    held: Sequence[Held]
+    buffers: frozenset[str] = frozenset()
+    must_have_state: bool = False
+
+
+def whole(
+    param: str, part: str, tensor: torch.Tensor, copies: int = 0, dtype: torch.dtype | None = None
+) -> Held:
+    """A tensor that is an array by itself."""
+    shape = tuple(tensor.shape)
+    name = dtype_name(dtype or tensor.dtype)
+    strides = tuple(tensor.stride())
+    return Held(Piece(param, part, shape, (0,) * len(shape), shape, name, copies, strides), tensor)
+
+
+def stretch(param: str, part: str, tensor: torch.Tensor, start: int, numel: int) -> Held:
+    """Elements of an array of ``numel``, in storage order, that one rank alone must hold."""
+    size = (len(tensor),)
+    piece = Piece(param, part, (numel,), (start,), size, dtype_name(tensor.dtype), 1, (1,))
+    return Held(piece, tensor)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
