@@ -1,7 +1,9 @@
 """Sharded (ZeRO-1), fused Adam and AdamW for torch.distributed."""
 
+from fusedshard.auditing.collective import audit
+from fusedshard.auditing.report import AuditReport
 from fusedshard.optimizer import Adam, AdamW
 from fusedshard.scaler import GradScaler
 
-__all__ = ["Adam", "AdamW", "GradScaler"]
+__all__ = ["Adam", "AdamW", "AuditReport", "GradScaler", "audit"]
 __version__ = "0.1.0"

@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from fusedshard.pending import Pending
 from fusedshard.stats import Stats
 from fusedshard.transport import (
+    FINGERPRINTS,
     OBJECTS,
     SIZES,
     STATUS,
@@ -44,8 +45,10 @@ _connections: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 # How many optimizers have used each, copies of optimizers apart.
 _channels: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-# Numbers of optimizers, and of copies behind them: five tags for each stay below 1 << 31.
+# Numbers of optimizers, and of copies behind them: six tags for each stay below 1 << 31.
 _MOST_OPTIMIZERS, _MOST_COPIES = 1 << 20, 1 << 28
+# Audits have no optimizer's tags, and nothing of them is on its way when one has ended.
+_AUDITS = _MOST_OPTIMIZERS - 1
 
 
 class Communicator:
@@ -55,6 +58,7 @@ class Communicator:
         process_group: the group; None means the default group, or a world of one rank where
             torch.distributed was not initialized.
         stats: where collectives and bytes are counted.
+        number: of the optimizer, the same on every rank; None: the next that is free.
 
     Constructing it is collective over the group. Every method is, too, and must be called by
     all its ranks in the same order.
@@ -64,7 +68,9 @@ class Communicator:
         ValueError: this rank is not in it.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup | None, stats: Stats) -> None:
+    def __init__(
+        self, process_group: dist.ProcessGroup | None, stats: Stats, number: int | None = None
+    ) -> None:
         self.stats = stats
         self.process_group = process_group
         self.rank, self.world_size = 0, 1
@@ -74,7 +80,15 @@ class Communicator:
             return
         self.rank, self.world_size = dist.get_rank(self._given), dist.get_world_size(self._given)
         if self.world_size > 1:
-            self._open(_new_channel(self._given))
+            gloo = _connect(self._given)
+            number = _next_number(self._given, gloo) if number is None else number
+            self._open(Channel(gloo, number))
+
+    @classmethod
+    def for_audit(cls, process_group: dist.ProcessGroup | None) -> Communicator:
+        """One that all audits over a group share. Collective where the group has no connections
+        of ours yet."""
+        return cls(process_group, Stats(), _AUDITS)
 
     def for_copy(self, stats: Stats) -> Communicator:
         """One for a copy of the optimizer, over the same connections. Without communication: the
@@ -97,6 +111,11 @@ class Communicator:
     def number(self) -> int:
         """Of the optimizer among those on its group: the same on every rank."""
         return self._channel.number
+
+    @property
+    def ranks(self) -> list[int]:
+        """The group's, by their numbers in the default group."""
+        return [0] if self._given is None else dist.get_process_group_ranks(self._given)
 
     def check_world(self) -> None:
         """Raise RuntimeError where torch.distributed came up only after a world of one rank was
@@ -154,18 +173,24 @@ class Communicator:
         self.stats.count("all_reduce", 2 * self._bytes_of_others(buffer))
         return self._on(buffer.device).all_reduce_(buffer)
 
-    def broadcast_(self, tensor: torch.Tensor) -> None:
-        """Overwrite ``tensor`` by that of the group's first rank."""
+    def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """Overwrite ``tensor`` by that of one rank of the group, the first by default."""
         if self.world_size > 1:
-            self.stats.count("broadcast", tensor.nbytes if self.rank == 0 else 0)
-            self._on(tensor.device).broadcast_(tensor)
+            self.stats.count("broadcast", tensor.nbytes if self.rank == source else 0)
+            self._on(tensor.device).broadcast_(tensor, source)
 
-    def gather_rows(self, row: torch.Tensor, kind: int = STATUS) -> torch.Tensor:
+    def gather_fingerprints(self, row: torch.Tensor) -> torch.Tensor:
+        """As `gather_rows`, of a 64-bit number for each of many tensors."""
+        return self.gather_rows(row, FINGERPRINTS, "fingerprints")
+
+    def gather_rows(
+        self, row: torch.Tensor, kind: int = STATUS, name: str = "status"
+    ) -> torch.Tensor:
         """A small all-gather: ``row`` is 1-D, the result (N, len(row)) in rank order. Rows of one
-        ``kind`` have one length."""
+        ``kind`` have one length; they are counted under ``name``."""
         rows = row.new_empty(self.world_size, row.numel())
         rows[self.rank] = row
-        self.stats.count("status", (self.world_size - 1) * row.nbytes)
+        self.stats.count(name, (self.world_size - 1) * row.nbytes)
         self._control.all_gather_(rows.view(-1), kind).wait()
         return rows
 
@@ -227,15 +252,14 @@ def _given_group(process_group: Any) -> Any:
     return process_group
 
 
-def _new_channel(given: Any) -> Channel:
-    """Tags of one's own on the connections beside ``given``. Collective over its ranks, which need
-    not have made equally many before, as where one of them failed."""
-    gloo = _connect(given)
+def _next_number(given: Any, gloo: Any) -> int:
+    """Of an optimizer on ``given``. Collective over its ranks, which need not have made equally
+    many before, as where one of them failed."""
     counts = torch.zeros(gloo.size(), dtype=torch.int64, device="cpu")
     gloo._allgather_base(counts, torch.tensor([_channels.get(given, 0)], device="cpu")).wait()
     number = int(counts.amax())
     _channels[given] = number + 1
-    return Channel(gloo, number)
+    return number
 
 
 def _connect(given: Any) -> Any:

@@ -218,6 +218,10 @@ class Holdings:
         return StepTables(stretches, group_of, len(self._group_sizes), device)
 
     @property
+    def flats(self) -> Sequence[FlatBuffer]:
+        return self._flats
+
+    @property
     def layout(self) -> Layout:
         return Layout(self.comm.world_size, tuple(flat.layout for flat in self._flats))
 

@@ -33,13 +33,22 @@ def iterate_params(groups: Iterable[Mapping[str, Any]]) -> list[torch.nn.Paramet
 def parameter_labels(groups: Iterable[Mapping[str, Any]], first: int = 0) -> list[str]:
     """A name for each parameter, for messages: its number, counted from ``first``, and its own
     name where the optimizer was given one."""
+    return [
+        f"parameter {index}" + (f" ({name!r})" if name else "")
+        for index, name in enumerate(_given_names(groups), first)
+    ]
+
+
+def parameter_names(groups: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The name that the optimizer was given for each parameter, else its number."""
+    return [name or f"parameter {index}" for index, name in enumerate(_given_names(groups))]
+
+
+def _given_names(groups: Iterable[Mapping[str, Any]]) -> list[str | None]:
     names: list[str | None] = []
     for group in groups:
         names += group.get("param_names") or [None] * len(group["params"])
-    return [
-        f"parameter {index}" + (f" ({name!r})" if name else "")
-        for index, name in enumerate(names, first)
-    ]
+    return names
 
 
 Labelled = tuple[str, torch.Tensor]

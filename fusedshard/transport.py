@@ -45,7 +45,7 @@ class Channel(NamedTuple):
         return self.number * len(_KINDS) + kind
 
 
-_KINDS = EXCHANGE, GATHER, STATUS, SIZES, OBJECTS = 0, 1, 2, 3, 4
+_KINDS = EXCHANGE, GATHER, STATUS, SIZES, OBJECTS, FINGERPRINTS = 0, 1, 2, 3, 4, 5
 
 
 class Transport(Protocol):
@@ -76,8 +76,8 @@ class Transport(Protocol):
     def all_reduce_(self, buffer: torch.Tensor) -> Pending:
         """The sum, in place."""
 
-    def broadcast_(self, tensor: torch.Tensor) -> None:
-        """The first rank's values, in place."""
+    def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:
+        """The values of rank ``source``, in place."""
 
 
 class GlooPairs:
@@ -134,8 +134,8 @@ class GlooPairs:
     def all_reduce_(self, buffer: torch.Tensor) -> Pending:
         return Pending([self._gloo.allreduce([buffer])])
 
-    def broadcast_(self, tensor: torch.Tensor) -> None:
-        self._gloo.broadcast(tensor, 0).wait()
+    def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:
+        self._gloo.broadcast(tensor, source).wait()
 
 
 class StagedPairs:
@@ -189,9 +189,9 @@ class StagedPairs:
     def all_reduce_(self, buffer: torch.Tensor) -> Pending:
         return self._in_place(self._pairs.all_reduce_, buffer)
 
-    def broadcast_(self, tensor: torch.Tensor) -> None:
+    def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:
         host = _host_copy(tensor)
-        self._pairs.broadcast_(host)
+        self._pairs.broadcast_(host, source)
         tensor.copy_(host)
 
     def _in_place(
@@ -247,8 +247,8 @@ class GroupCollectives:
         work = dist.all_reduce(buffer, group=self._group, async_op=True)
         return Pending([work], holds_host=False)
 
-    def broadcast_(self, tensor: torch.Tensor) -> None:
-        dist.broadcast(tensor, dist.get_global_rank(self._group, 0), group=self._group)
+    def broadcast_(self, tensor: torch.Tensor, source: int = 0) -> None:
+        dist.broadcast(tensor, dist.get_global_rank(self._group, source), group=self._group)
 
 
 def choose_transport(group: dist.ProcessGroup, channel: Channel, device: torch.device) -> Transport:

@@ -55,6 +55,11 @@ class Piece(NamedTuple):
         return math.prod(self.size)
 
     @property
+    def whole_numel(self) -> int:
+        """Of the whole array."""
+        return math.prod(self.shape)
+
+    @property
     def array(self) -> tuple[str, str]:
         return self.param, self.part
 
@@ -102,3 +107,8 @@ def stretch(param: str, part: str, tensor: torch.Tensor, start: int, numel: int)
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

@@ -1,0 +1,181 @@
+"""What a rank holds of parameters and optimizer state, whatever kind of optimizer it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedshard.auditing import own
+from fusedshard.auditing.pieces import (
+    PARAM,
+    Held,
+    Inventory,
+    ParamInfo,
+    Piece,
+    dtype_name,
+    whole,
+)
+from fusedshard.params import is_wrapper, iterate_params, parameter_names
+from fusedshard.state import ShardedOptimizer
+
+Names = dict[torch.Tensor, str]
+
+
+def take(optimizer: Any, model: Any, world_size: int) -> Inventory:
+    """List what this rank holds. Without communication.
+
+    Raises:
+        TypeError: ``optimizer`` is no torch.optim.Optimizer, ``model`` no module, or parameters
+            are of a kind that cannot be audited.
+    """
+    _check_kinds(optimizer, model)
+    names = _names(optimizer, model)
+    params = [ParamInfo(n, tuple(p.shape), p.requires_grad) for p, n in names.items()]
+    held = [h for p, n in names.items() for h in _held(n, PARAM, p, world_size, world_size)]
+    is_zero = is_zero_redundancy(optimizer)
+    if isinstance(optimizer, ShardedOptimizer):
+        held += own.held_state(optimizer, names)
+    else:
+        copies = 1 if is_zero else 0
+        for param, state in _state_of(optimizer).items():
+            if param in names:
+                for part, value in _leaves(state):
+                    held += _held(names[param], part, value, world_size, copies)
+    buffers = dict(_buffers(model))
+    params += [ParamInfo(name, tuple(buffer.shape), False) for name, buffer in buffers.items()]
+    for name, buffer in buffers.items():
+        held += _held(name, PARAM, buffer, world_size, world_size)
+    present = tuple(item for item in held if item.piece.numel)
+    return Inventory(tuple(params), present, frozenset(buffers), must_have_state=is_zero)
+
+
+def is_zero_redundancy(optimizer: Any) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return isinstance(optimizer, ZeroRedundancyOptimizer)
+
+
+def _check_kinds(optimizer: Any, model: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"optimizer: got {type(optimizer).__name__}, wanted a torch.optim.Optimizer"
+        )
+    if not (model is None or isinstance(model, torch.nn.Module)):
+        raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module or None")
+
+
+def _names(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> Names:
+    """Every parameter once: the model's, and then what else the optimizer has."""
+    names: Names = {}
+    if model is not None:
+        named = _unwrapped(model).named_parameters()
+        names.update((param, _plain_name(name)) for name, param in named)
+    params = iterate_params(optimizer.param_groups)
+    for param, name in zip(params, parameter_names(optimizer.param_groups), strict=True):
+        names.setdefault(param, name)
+    for tensor, name in names.items():
+        if getattr(tensor, "_is_flat_param", False) or hasattr(tensor, "_fsdp_flattened"):
+            raise TypeError(
+                f"{name}: got a parameter of FullyShardedDataParallel, wanted plain ones or those "
+                "of FSDP2 (fully_shard)"
+            )
+    return names
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _plain_name(name: str) -> str:
+    """Without what torch.compile puts before it."""
+    return name.replace("_orig_mod.", "")
+
+
+def _buffers(model: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]]:
+    if model is not None:
+        for name, buffer in _unwrapped(model).named_buffers():
+            yield _plain_name(name), buffer
+
+
+def _state_of(optimizer: Any) -> Mapping[Any, Mapping[str, Any]]:
+    """By parameter, of what this rank holds."""
+    if is_zero_redundancy(optimizer):
+        # Its own is filled by consolidate_state_dict only; before the first step there is none.
+        optimizer = getattr(optimizer, "optim", optimizer)
+    state: Mapping[Any, Mapping[str, Any]] = optimizer.state
+    return state
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors and numbers in a parameter's state, by name; in lists and dicts by ``name.key``."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, (bool, int, float)):
+        yield name, torch.tensor(value, dtype=_number_dtype(value), device="cpu")
+    elif isinstance(value, (Mapping, list, tuple)):
+        items: Iterable[tuple[Any, Any]] = (
+            value.items() if isinstance(value, Mapping) else enumerate(value)
+        )
+        for key, item in items:
+            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+
+
+def _number_dtype(value: float) -> torch.dtype:
+    return torch.float64 if isinstance(value, float) else torch.int64
+
+
+def _held(
+    param: str, part: str, tensor: torch.Tensor, world_size: int, copies: int
+) -> Sequence[Held]:
+    """The pieces of an array that lie in a tensor."""
+    tensor = tensor.detach()
+    if hasattr(tensor, "placements") and hasattr(tensor, "__create_chunk_list__"):
+        return _held_of_dtensor(param, part, tensor, world_size)
+    if is_wrapper(tensor) and hasattr(tensor, "__tensor_flatten__"):
+        inner, _ = tensor.__tensor_flatten__()
+        parts = [(f"{part}.{name}", getattr(tensor, name)) for name in inner]
+        return [h for p, value in parts for h in _held(param, p, value, world_size, copies)]
+    if is_wrapper(tensor) or tensor.is_quantized or tensor.device.type == "meta":
+        kind = f"{type(tensor).__name__} on {tensor.device}"
+        raise TypeError(f"{part} of {param}: got a {kind}, wanted a tensor with memory of its own")
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    return [whole(param, part, tensor, copies)]
+
+
+def _held_of_dtensor(param: str, part: str, tensor: Any, world_size: int) -> Sequence[Held]:
+    """What this rank has of a distributed tensor, whose placements say in how many copies."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise TypeError(f"{part} of {param}: got a DTensor of partial sums, wanted no such")
+    dims = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
+    shards = math.prod(mesh.size(dim) for dim in dims)
+    local = tensor.to_local()
+    local = local.wait() if hasattr(local, "wait") else local
+    held = []
+    for chunk in tensor.__create_chunk_list__() if local.numel() else ():
+        offset, size = tuple(chunk.offsets), tuple(chunk.sizes)
+        if len(size) != local.dim() or tuple(local.shape) != size:
+            raise TypeError(
+                f"{part} of {param}: got a local shard of shape {tuple(local.shape)} for a chunk "
+                f"of {size}, wanted one chunk a rank"
+            )
+        piece = Piece(
+            param,
+            part,
+            tuple(tensor.shape),
+            offset,
+            size,
+            dtype_name(local.dtype),
+            max(1, world_size // shards),
+            tuple(local.stride()),
+        )
+        held.append(Held(piece, local))
+    return held

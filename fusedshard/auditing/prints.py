@@ -1,0 +1,38 @@
+"""Fingerprints of what a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+
+from fusedshard.auditing.pieces import Held
+from fusedshard.auditing.verdicts import Array
+from fusedshard.kernels import fingerprints
+from fusedshard.native import BACKENDS
+from fusedshard.params import is_dense
+
+
+def fingerprints_of(held: Sequence[Held], by_index: Collection[Array] = ()) -> list[int]:
+    """A 64-bit number for each piece, of the bits of its elements: as they lie in memory, or in
+    the order of indices for the arrays ``by_index``. Waits for the device."""
+    tensors = [_in_memory(item.tensor, item.piece.array in by_index) for item in held]
+    places: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault(tensor.device, []).append(place)
+    found = [0] * len(tensors)
+    for of_device in places.values():
+        prints = fingerprints([tensors[place] for place in of_device]).tolist()
+        for place, fingerprint in zip(of_device, prints, strict=True):
+            found[place] = fingerprint
+    return found
+
+
+def _in_memory(tensor: torch.Tensor, by_index: bool) -> torch.Tensor:
+    """The tensor itself, where its elements fill their memory and our kernels reach it."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor._is_zerotensor():
+        tensor = tensor.clone()
+    if tensor.device.type not in BACKENDS:
+        tensor = tensor.cpu()
+    return tensor.contiguous() if by_index or not is_dense(tensor) else tensor
