@@ -73,6 +73,11 @@ void unpack(int64_t in, int64_t rows, int64_t row_count, int64_t numel, int64_t 
   unpack_cpu(at<const char>(in), at<const Segment>(rows), row_count, numel, itemsize, threads);
 }
 
+void fingerprints(int64_t hashes, int64_t rows, int64_t row_count, int threads) {
+  py::gil_scoped_release release;
+  fingerprints_cpu(at<uint64_t>(hashes), at<const FingerprintRow>(rows), row_count, threads);
+}
+
 template <typename T>
 void def_reductions(py::module_& module, const std::string& suffix) {
   module.def(("mean_" + suffix).c_str(), &mean<T>);
@@ -103,6 +108,8 @@ PYBIND11_MODULE(_C, module) {
   module.def("refresh_f16", &refresh<Half>);
   module.def("pack", &pack);
   module.def("unpack", &unpack);
+  module.attr("FINGERPRINT_BLOCK") = kFingerprintBlock;
+  module.def("fingerprints", &fingerprints);
   module.def("roofline_f32", &roofline);
   module.def("cuda_build", [] {
     py::dict info;

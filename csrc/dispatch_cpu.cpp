@@ -164,6 +164,11 @@ void refresh_cpu(float* wide, const T* narrow, int64_t length, int threads) {
   }
 }
 
+void fingerprints_cpu(uint64_t* hashes, const FingerprintRow* rows, int64_t row_count,
+                      int threads) {
+  current()->fingerprints(hashes, rows, row_count, threads);
+}
+
 void roofline_cpu(float* p, const float* g, float* m, float* v, int64_t length, int threads) {
   current()->roofline_f32(p, g, m, v, length, threads);
 }

@@ -39,6 +39,9 @@ bool non_finite_cpu(const T* x, int64_t length, int threads);
 template <typename T>
 void refresh_cpu(float* wide, const T* narrow, int64_t length, int threads);
 
+// hashes[r] = the fingerprint of row r.
+void fingerprints_cpu(uint64_t* hashes, const FingerprintRow* rows, int64_t row_count, int threads);
+
 void roofline_cpu(float* p, const float* g, float* m, float* v, int64_t length, int threads);
 
 }  // namespace fusedshard

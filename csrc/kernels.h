@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "adam.h"
+#include "fingerprint.h"
 #include "random.h"
 
 namespace fusedshard {
@@ -129,6 +130,9 @@ struct CpuKernels {
   void (*refresh_f16)(float* wide, const Half* narrow, int64_t length, int threads);
   // Partial sums of partial sums.
   void (*partials)(double* partials, const double* x, int64_t length, int threads);
+  // hashes[r] = the fingerprint of row r.
+  void (*fingerprints)(uint64_t* hashes, const FingerprintRow* rows, int64_t row_count,
+                       int threads);
   // The floor of an update's time, for benchmarks: reads four arrays and writes three in place.
   void (*roofline_f32)(float* p, const float* g, float* m, float* v, int64_t length, int threads);
 };

@@ -5,6 +5,7 @@
 // No function of the C++ library that could be emitted out of line may be used here (see adam.h).
 #include <omp.h>
 
+#include "fingerprint_cpu.h"
 #include "kernels.h"
 #include "loops_cpu.h"
 #include "mixed_cpu.h"
@@ -165,6 +166,7 @@ const CpuKernels FUSEDSHARD_CONCAT(cpu_kernels_, FUSEDSHARD_ISA) = {
     refresh<BFloat16>,
     refresh<Half>,
     partial_sums<double, false>,
+    fingerprints,
     roofline};
 
 }  // namespace fusedshard

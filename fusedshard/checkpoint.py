@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedshard.comm import Communicator
+from fusedshard.dense import is_wrapper
 from fusedshard.fingerprint import HYPERPARAMETERS, plain
 from fusedshard.flat import FlatBuffer, view_as_param
 from fusedshard.kernels import flat_memory
 from fusedshard.layout import Slot
 from fusedshard.moments import Piece
 from fusedshard.options import check_hyperparameters
-from fusedshard.params import in_storage_order, is_wrapper, parameter_labels
+from fusedshard.params import in_storage_order, parameter_labels
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 EXPONENTS = tuple(f"{name}_exponents" for name in MOMENTS)  # beside 8-bit moments

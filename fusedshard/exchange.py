@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusedshard.dense import is_plain
 from fusedshard.flat import BucketMemory
 from fusedshard.gradients import GradientReducer
 from fusedshard.params import (
     check_gradient,
     dense_gradient,
     form_of,
-    is_plain,
     store_gradient,
     version_of,
 )

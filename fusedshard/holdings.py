@@ -10,6 +10,7 @@ import torch
 
 from fusedshard import checkpoint, kernels
 from fusedshard.comm import Communicator
+from fusedshard.dense import is_dense, is_plain, shows_its_memory
 from fusedshard.exchange import GradientExchange
 from fusedshard.flat import BucketMemory, FlatBuffer, view_as_param
 from fusedshard.gradients import GradientReducer
@@ -23,11 +24,8 @@ from fusedshard.params import (
     check_form,
     check_param,
     form_of,
-    is_dense,
-    is_plain,
     iterate_params,
     parameter_labels,
-    shows_its_memory,
     spec_of,
 )
 from fusedshard.tables import StepTables, integers

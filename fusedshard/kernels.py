@@ -10,16 +10,19 @@ from collections.abc import Sequence
 
 import torch
 
+from fusedshard.dense import is_dense, is_plain, shows_its_memory
 from fusedshard.native import (
     BACKENDS,
     CODE_BLOCK,
+    FINGERPRINT_BLOCK,
     SUFFIX,
     AdamState,
     Backend,
     Control,
+    CudaBackend,
     cuda_build_note,
 )
-from fusedshard.tables import SegmentTable
+from fusedshard.tables import SegmentTable, integers
 
 SUPPORTED_DTYPES = tuple(SUFFIX)
 CPU = torch.device("cpu")
@@ -179,6 +182,82 @@ def refresh_(wide: torch.Tensor, narrow: torch.Tensor) -> None:
     backend = _check("narrow", narrow, narrow.dtype, wide.numel(), wide.device)
     _check_like("wide", wide, torch.float32, wide.numel(), wide.device)
     backend.refresh(wide, narrow)
+
+
+class FingerprintTable:
+    """Tensors whose fingerprints are asked for again and again: they are checked once.
+
+    Their memory is kept, and must stay where it is: a tensor that gets other memory, as by
+    ``p.data = ...``, is not followed there, and storages must not be resized.
+
+    Args:
+        tensors: dense ones (their elements fill a stretch of memory in any order), of any dtype,
+            all on one device.
+
+    Attributes:
+        device: theirs.
+        rows, device_rows: (n, 3) int64, a `FingerprintRow` of fingerprint.h each, on the host and
+            for the kernels.
+        block_count: blocks of all tensors.
+
+    Raises:
+        TypeError, ValueError: naming the tensor, what it is, and what was wanted.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.device = tensors[0].device if tensors else CPU
+        for index, tensor in enumerate(tensors):
+            _check_bytes(f"tensors[{index}]", tensor, self.device)
+        self._memory = [tensor.detach() for tensor in tensors]
+        sizes = integers([tensor.nbytes for tensor in tensors])
+        blocks = (sizes + FINGERPRINT_BLOCK - 1) // FINGERPRINT_BLOCK
+        addresses = integers([tensor.data_ptr() for tensor in tensors])
+        self.rows = torch.stack([addresses, sizes, blocks.cumsum(0) - blocks], dim=1)
+        self.block_count = int(blocks.sum())
+        self._backend = BACKENDS[self.device.type]
+        on_device = isinstance(self._backend, CudaBackend)
+        self.device_rows = self.rows.to(self.device) if on_device else self.rows
+
+    def fingerprints(self) -> torch.Tensor:
+        """A 64-bit hash of the bytes of each tensor as they are now: int64, on the host.
+
+        It depends on each byte, on where it lies, and on their number, but neither on dtype nor
+        shape. It is the same on every device, for every number of threads and every instruction
+        set. Two tensors of one size that differ within one aligned word of 8 bytes alone, as in one
+        element, have different fingerprints for certain; any others but for a probability of about
+        2^-64. It is no protection against an adversary.
+
+        Waits for the device, as the answer is on the host.
+        """
+        hashes = torch.empty(len(self.rows), dtype=torch.int64, device=self.device)
+        self._backend.fingerprints(hashes, self)
+        return hashes.cpu()
+
+
+def fingerprints(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`FingerprintTable.fingerprints` of tensors that are asked for once."""
+    return FingerprintTable(tensors).fingerprints()
+
+
+def _check_bytes(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    if not is_plain(tensor):
+        raise TypeError(
+            f"{name}: got a {type(tensor).__name__} of layout {tensor.layout} without plain memory "
+            "of its own, wanted a dense tensor"
+        )
+    check_device(name, tensor.device)
+    if tensor.device != device:
+        raise ValueError(f"{name}: got device {tensor.device}, wanted {device} as the first")
+    if not shows_its_memory(tensor):
+        raise ValueError(
+            f"{name}: got a lazily negated or conjugated view, wanted one whose memory holds its "
+            "values: pass a clone"
+        )
+    if not is_dense(tensor):
+        raise ValueError(
+            f"{name}: got shape {tuple(tensor.shape)} with strides {tensor.stride()}, wanted "
+            "elements that fill their memory without gaps or overlaps: pass a contiguous copy"
+        )
 
 
 def _check_moments(state: AdamState) -> None:

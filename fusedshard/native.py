@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 if TYPE_CHECKING:
+    from fusedshard.kernels import FingerprintTable
     from fusedshard.tables import SegmentTable, StepTables
 
 try:
@@ -52,6 +53,7 @@ FORMATS = {
     torch.uint8: 5,
 }
 CODE_BLOCK: int = _C.CODE_BLOCK  # elements of a parameter that share an exponent
+FINGERPRINT_BLOCK: int = _C.FINGERPRINT_BLOCK  # bytes that are hashed together
 
 
 class AdamState(NamedTuple):
@@ -155,6 +157,8 @@ class Backend(Protocol):
 
     def refresh(self, wide: torch.Tensor, narrow: torch.Tensor) -> None: ...
 
+    def fingerprints(self, hashes: torch.Tensor, table: FingerprintTable) -> None: ...
+
     def upload(self, tables: StepTables) -> None: ...
 
 
@@ -243,6 +247,10 @@ class CpuBackend:
     def refresh(self, wide: torch.Tensor, narrow: torch.Tensor) -> None:
         refresh = getattr(_C, f"refresh_{SUFFIX[narrow.dtype]}")
         refresh(wide.data_ptr(), narrow.data_ptr(), wide.numel(), torch.get_num_threads())
+
+    def fingerprints(self, hashes: torch.Tensor, table: FingerprintTable) -> None:
+        rows, count = table.rows.data_ptr(), len(table.rows)
+        _C.fingerprints(hashes.data_ptr(), rows, count, torch.get_num_threads())
 
     def upload(self, tables: StepTables) -> None:
         """The kernels read the tables where they are written."""
@@ -361,6 +369,10 @@ class CudaBackend:
         refresh = getattr(self._functions, f"refresh_{SUFFIX[narrow.dtype]}")
         places = wide.data_ptr(), narrow.data_ptr(), wide.numel()
         refresh(*places, *self.where(wide.device))
+
+    def fingerprints(self, hashes: torch.Tensor, table: FingerprintTable) -> None:
+        rows = table.device_rows.data_ptr(), len(table.rows), table.block_count
+        self._functions.fingerprints(hashes.data_ptr(), *rows, *self.where(hashes.device))
 
     def upload(self, tables: StepTables) -> None:
         """Write what has changed since the last upload; in a CUDA graph everything, since other

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from fusedshard.dense import is_dense, is_wrapper, shows_its_memory
 from fusedshard.kernels import SUPPORTED_DTYPES, check_device
 from fusedshard.layout import ParamSpec
 from fusedshard.precision import Precision
@@ -146,16 +147,6 @@ def check_form(label: str, param: torch.Tensor, form: Any) -> None:
         )
 
 
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether its operations are intercepted, so that its address is not that of its values."""
-    return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it has memory of its own that holds its elements."""
-    return tensor.layout == torch.strided and not tensor.is_quantized and not is_wrapper(tensor)
-
-
 def spec_of(index: int, param: torch.Tensor, precision: Precision) -> ParamSpec:
     """What the layout needs to know of parameter ``index``: those with moments of different dtypes
     are of different kinds."""
@@ -218,25 +209,6 @@ def store_gradient(param: torch.Tensor, mean: torch.Tensor) -> None:
         param.grad.copy_(mean)
     else:
         param.grad = mean.to(getattr(param, "grad_dtype", None) or param.dtype)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without gaps or overlaps, in any order."""
-    if tensor.numel() == 0:
-        return True
-    expected = 1
-    dims = [(s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n != 1]
-    for stride, size in sorted(dims):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def shows_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether its values are those that kernels read: a lazily negated or conjugated view shows
-    others than its memory holds, and a tensor of efficient zeros has none."""
-    return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
