@@ -2,8 +2,9 @@
 
 from fusedshard.auditing.collective import audit
 from fusedshard.auditing.report import AuditReport
+from fusedshard.auditing.watch import DivergenceError
 from fusedshard.optimizer import Adam, AdamW
 from fusedshard.scaler import GradScaler
 
-__all__ = ["Adam", "AdamW", "AuditReport", "GradScaler", "audit"]
+__all__ = ["Adam", "AdamW", "AuditReport", "DivergenceError", "GradScaler", "audit"]
 __version__ = "0.1.0"

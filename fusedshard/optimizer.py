@@ -15,7 +15,7 @@ from fusedshard.engine import Engine
 from fusedshard.fingerprint import agree_on_groups
 from fusedshard.layout import Layout
 from fusedshard.options import ParallelOptions, check_groups, check_hyperparameters
-from fusedshard.params import reject_sets
+from fusedshard.params import parameter_names, reject_sets
 from fusedshard.precision import Precision
 
 
@@ -70,6 +70,10 @@ class Adam(AveragingOptimizer):
             nearest, as torch does, where changes smaller than half the last place are lost. The
             bits depend on seed, step, parameter and element alone, not on the number of ranks.
         seed: of stochastic rounding.
+        audit_every: after how many calls of `step` each the ranks compare fingerprints of what must
+            be the same on all (see `fusedshard.audit`): parameters, step counts, in replicated
+            mode all state, and with ``grad_sync="external"`` the gradients, before they are used.
+            0: never. It waits for the device.
 
     Raises:
         ValueError, TypeError: on every rank, where an argument of any rank is invalid, or ranks
@@ -100,6 +104,7 @@ class Adam(AveragingOptimizer):
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = True,
         seed: int = 0,
+        audit_every: int = 0,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -116,7 +121,9 @@ class Adam(AveragingOptimizer):
         }
         precision = Precision(master_weights, state_dtype, stochastic_rounding, seed)
         self._begin(
-            ParallelOptions(mode, process_group, reduction, grad_sync, bucket_cap_mb, precision)
+            ParallelOptions(
+                mode, process_group, reduction, grad_sync, bucket_cap_mb, precision, audit_every
+            )
         )
         comm = Communicator(process_group, self.stats)
         error = None
@@ -201,6 +208,8 @@ class Adam(AveragingOptimizer):
             RuntimeError: on every rank, with no parameter and no state changed, where a gradient
                 of any rank is sparse, or a parameter was moved or cast since construction. What a
                 rank's closure raises is raised there, and quoted on the others.
+            fusedshard.DivergenceError: on every rank, where an audit finds a difference: before
+                the update in the gradients, else after it.
         """
         loss, error = None, None
         try:
@@ -210,8 +219,13 @@ class Adam(AveragingOptimizer):
         except Exception as caught:  # the other ranks wait for this one
             error = caught
         found_inf, groups = self._apply_scaler(error)
+        audits = self._watch.is_due(self._built)
+        if audits and self._options.grad_sync == "external":
+            self._watch.check_gradients(self._built, parameter_names(self.param_groups))
         used = self._built.update(groups, found_inf)
         self._show_state(index for index, is_used in enumerate(used) if is_used)
+        if audits:
+            self._watch.check_state(self._built, parameter_names(self.param_groups))
         return loss
 
 
@@ -245,6 +259,7 @@ class AdamW(Adam):
         state_dtype: torch.dtype = torch.float32,
         stochastic_rounding: bool = True,
         seed: int = 0,
+        audit_every: int = 0,
     ) -> None:
         super().__init__(
             params,
@@ -268,4 +283,5 @@ class AdamW(Adam):
             state_dtype=state_dtype,
             stochastic_rounding=stochastic_rounding,
             seed=seed,
+            audit_every=audit_every,
         )

@@ -27,6 +27,7 @@ class ParallelOptions:
     grad_sync: str
     bucket_cap_mb: float
     precision: Precision
+    audit_every: int
 
     def check(self) -> None:
         """Raise ValueError for a value that is not among the allowed ones."""
@@ -37,6 +38,9 @@ class ParallelOptions:
         if not isinstance(cap, (int, float)) or not 0 < cap < float("inf"):
             raise ValueError(f"bucket_cap_mb: got {cap!r}, wanted a finite number above 0")
         self.precision.check()
+        every = self.audit_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ValueError(f"audit_every: got {every!r}, wanted an integer, at least 0")
 
     def ordered(self, *, by_default: bool) -> bool:
         """Whether our kernel adds the ranks' gradients; "auto" leaves it to ``by_default``."""
@@ -61,6 +65,7 @@ class ParallelOptions:
             "grad_sync": self.grad_sync,
             "bucket_cap_mb": self.bucket_cap_mb,
             **self.precision.described(),
+            "audit_every": self.audit_every,
         }
 
 

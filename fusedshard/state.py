@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fusedshard import checkpoint
+from fusedshard.auditing.watch import Watch
 from fusedshard.comm import Communicator, describe_error, raise_shared
 from fusedshard.engine import Engine
 from fusedshard.options import ParallelOptions, check_groups
@@ -32,6 +33,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.stats = Stats()
         self._options = options
         self._engine = None
+        self._watch = Watch(options.audit_every)
         self._scaler_agrees = self._warned_of_scaler = False
         self._loading: dict[str, Any] | None = None  # the state dict, until it is loaded
 

@@ -16,8 +16,8 @@ class Stats:
     Attributes:
         seconds: host time by phase: ``"exchange"`` (packing, sending and averaging gradients),
             ``"status"`` (the small all-gather), ``"update"`` (the fused kernel), ``"gather"``
-            (waiting for parameters). Host time: work that a device still has to do when the call
-            returns is not in it.
+            (waiting for parameters), ``"audit"``. Host time: work that a device still has to do
+            when the call returns is not in it.
         calls: collectives by name.
         sent_bytes: bytes this rank puts on the wire, by collective. The volume that the
             algorithm needs, whatever the backend does below: for a buffer of B bytes on N ranks

@@ -20,7 +20,8 @@ from fusedshard.auditing.pieces import (
     dtype_name,
     whole,
 )
-from fusedshard.params import is_wrapper, iterate_params, parameter_names
+from fusedshard.dense import is_wrapper
+from fusedshard.params import iterate_params, parameter_names
 from fusedshard.state import ShardedOptimizer
 
 Names = dict[torch.Tensor, str]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -12,7 +12,9 @@ from fusedshard.checkpoint import EXPONENTS, MASTERS
 from fusedshard.flat import FlatBuffer
 from fusedshard.layout import Slot
 from fusedshard.native import CODE_BLOCK
-from fusedshard.state import ShardedOptimizer
+
+if TYPE_CHECKING:
+    from fusedshard.state import ShardedOptimizer
 
 CHECKS = f"{MASTERS}_checks"  # of remainders
 
@@ -48,14 +50,15 @@ def held_state(optimizer: ShardedOptimizer, names: Mapping[torch.Tensor, str]) -
             param = engine.params[slot.param]
             step, shown = steps[slot.param], optimizer.state.get(param)
             held.append(whole(names[param], "step", step, world_size))
-            for array in _arrays(flat, slot, param):
+            for array in arrays_of(flat, slot, param):
                 if array.visible and (shown is not None or step):
                     array = _as_shown(array, shown or {})
                 held += _placed(flat, slot, array, names[param], world_size)
     return held
 
 
-def _arrays(flat: FlatBuffer, slot: Slot, param: torch.Tensor) -> Iterator[Array]:
+def arrays_of(flat: FlatBuffer, slot: Slot, param: torch.Tensor) -> Iterator[Array]:
+    """All arrays of a parameter's state but its step count."""
     pieces = flat.pieces.get(slot.param, [])
     reals = 2 if param.is_complex() else 1
     for part, values in flat.visible_moments(slot, param).items():

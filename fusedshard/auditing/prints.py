@@ -8,15 +8,15 @@ import torch
 
 from fusedshard.auditing.pieces import Held
 from fusedshard.auditing.verdicts import Array
+from fusedshard.dense import is_dense
 from fusedshard.kernels import fingerprints
 from fusedshard.native import BACKENDS
-from fusedshard.params import is_dense
 
 
 def fingerprints_of(held: Sequence[Held], by_index: Collection[Array] = ()) -> list[int]:
     """A 64-bit number for each piece, of the bits of its elements: as they lie in memory, or in
     the order of indices for the arrays ``by_index``. Waits for the device."""
-    tensors = [_in_memory(item.tensor, item.piece.array in by_index) for item in held]
+    tensors = [in_memory(item.tensor, by_index=item.piece.array in by_index) for item in held]
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(place)
@@ -28,8 +28,9 @@ def fingerprints_of(held: Sequence[Held], by_index: Collection[Array] = ()) -> l
     return found
 
 
-def _in_memory(tensor: torch.Tensor, by_index: bool) -> torch.Tensor:
-    """The tensor itself, where its elements fill their memory and our kernels reach it."""
+def in_memory(tensor: torch.Tensor, *, by_index: bool = False) -> torch.Tensor:
+    """The tensor itself where its elements fill their memory and our kernels reach it, else a copy
+    that is in the order of indices, as it is anyway where that is asked for."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor._is_zerotensor():
         tensor = tensor.clone()

@@ -1,0 +1,174 @@
+"""Audits of a running optimizer of ours, every so many steps: fingerprints alone, and an error."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fusedshard.auditing.own import arrays_of
+from fusedshard.auditing.pieces import PARAM
+from fusedshard.auditing.prints import in_memory
+from fusedshard.dense import is_plain
+from fusedshard.engine import Engine
+from fusedshard.kernels import CPU, FingerprintTable, capturing, fingerprints
+
+GRAD, STEP = "grad", "step"
+
+
+class DivergenceError(RuntimeError):
+    """Ranks differ in what must be the same on all; raised on every rank.
+
+    Attributes:
+        step: how many steps the parameters have taken, with the one that was audited.
+        parameter: the name of the first that differs, or ``"parameter 3"``.
+        part: ``"param"``, ``"grad"``, ``"exp_avg"``, ``"exp_avg_sq"``, ``"step"``, ...
+        ranks: those that are not like most; of two equally frequent ones, not like the lowest.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        step: int = 0,
+        parameter: str = "",
+        part: str = "",
+        ranks: Sequence[int] = (),
+    ) -> None:
+        super().__init__(message, step, parameter, part, list(ranks))
+        self.step, self.parameter, self.part, self.ranks = step, parameter, part, list(ranks)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class Watched(NamedTuple):
+    """A tensor that must be the same on every rank."""
+
+    parameter: str
+    part: str
+    tensor: torch.Tensor
+
+
+class Watch:
+    """The audits of one optimizer.
+
+    Args:
+        every: how many calls of ``step()`` lie between two; 0: none.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._calls = 0
+        self._known: list[Any] = []  # what the table was made of
+        self._watched: list[Watched] = []
+        self._table: FingerprintTable | None = None
+
+    def is_due(self, engine: Engine) -> bool:
+        """Whether this call of ``step()`` audits; the same on every rank.
+
+        Raises:
+            RuntimeError: it would, while a CUDA graph is captured.
+        """
+        self._calls += 1
+        due = self._every > 0 and self._calls % self._every == 0 and engine.comm.world_size > 1
+        if due and capturing(engine.device or CPU):
+            raise RuntimeError(
+                "audit_every: this step is captured in a CUDA graph, which cannot compare ranks: "
+                "build the optimizer with audit_every=0 and call fusedshard.audit between replays"
+            )
+        return due
+
+    def check_gradients(self, engine: Engine, names: Sequence[str]) -> None:
+        """That those which are said to be averaged are the same on every rank. Collective; nothing
+        has changed yet."""
+        with engine.comm.stats.phase("audit"):
+            grads = [
+                Watched(name, GRAD, in_memory(param.grad))
+                for name, param in zip(names, engine.params, strict=True)
+                if param.grad is not None and param.grad.numel()
+            ]
+            self._compare(engine, grads, _prints_of(grads), _steps(engine) + 1)
+
+    def check_state(self, engine: Engine, names: Sequence[str]) -> None:
+        """That parameters, step counts and in replicated mode all state are the same on every
+        rank. Collective."""
+        with engine.comm.stats.phase("audit"):
+            self._refresh_table(engine, names)
+            assert self._table is not None
+            frozen = [
+                Watched(name, PARAM, in_memory(param))
+                for name, param in zip(names, engine.params, strict=True)
+                if not param.requires_grad and _is_comparable(engine, param)
+            ]
+            steps = Watched("all parameters", STEP, engine.steps)
+            watched = [*self._watched, *frozen, steps]
+            prints = torch.cat([self._table.fingerprints(), _prints_of([*frozen, steps])])
+            self._compare(engine, watched, prints, _steps(engine))
+
+    def _refresh_table(self, engine: Engine, names: Sequence[str]) -> None:
+        """Make it anew where there is other memory than before: in between an audit costs no Python
+        for each tensor."""
+        known = [(flat, *flat.moments) for flat in engine.flats]
+        if self._table is not None and known == self._known:
+            return
+        watched = []
+        for flat in engine.flats:
+            for slot in flat.layout.slots:
+                param, name = engine.params[slot.param], names[slot.param]
+                watched.append(Watched(name, PARAM, param.detach()))
+                if flat.owners == 1:
+                    arrays = arrays_of(flat, slot, param)
+                    watched += [Watched(name, array.part, array.tensor) for array in arrays]
+        self._known, self._watched = known, watched
+        self._table = FingerprintTable([item.tensor for item in watched])
+
+    def _compare(
+        self, engine: Engine, watched: Sequence[Watched], prints: torch.Tensor, step: int
+    ) -> None:
+        """Raise DivergenceError on every rank where fingerprints differ. Collective."""
+        rows = engine.comm.gather_fingerprints(prints)
+        differs = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
+        if not differs:
+            return
+        first, column = watched[differs[0]], rows[:, differs[0]].tolist()
+        most, count = Counter(column).most_common(1)[0]  # of equal ones the lowest rank's
+        ranks = [rank for rank, value in enumerate(column) if value != most]
+        more = f" (and {len(differs) - 1} tensors more)" if len(differs) > 1 else ""
+        who = _unlike(ranks, column.index(most), has_majority=2 * count > len(column))
+        raise DivergenceError(
+            f"audit at step {step}: {first.part} of {first.parameter} {who}{more}: "
+            f"{_ADVICE.get(first.part, _USUAL_ADVICE)}",
+            step,
+            first.parameter,
+            first.part,
+            ranks,
+        )
+
+
+_ADVICE = {
+    GRAD: 'grad_sync="external" takes gradients that are averaged over the ranks already: wrap the '
+    'model in DistributedDataParallel, or let grad_sync="backward" average them'
+}
+_USUAL_ADVICE = "fusedshard.audit(optimizer, model) says how far they are apart"
+
+
+def _unlike(ranks: Sequence[int], reference: int, *, has_majority: bool) -> str:
+    listed = ", ".join(map(str, ranks))
+    if has_majority:
+        return f"on rank{'s' if len(ranks) > 1 else ''} {listed} differs from that on most ranks"
+    return f"differs between rank {reference} and rank{'s' if len(ranks) > 1 else ''} {listed}"
+
+
+def _prints_of(watched: Sequence[Watched]) -> torch.Tensor:
+    return fingerprints([item.tensor for item in watched])
+
+
+def _is_comparable(engine: Engine, param: torch.Tensor) -> bool:
+    on_device = param.device == (engine.device or CPU)
+    return bool(param.numel()) and on_device and is_plain(param)
+
+
+def _steps(engine: Engine) -> int:
+    return int(engine.steps.max()) if len(engine.steps) else 0
