@@ -89,7 +89,7 @@ class Watch:
                 for name, param in zip(names, engine.params, strict=True)
                 if param.grad is not None and param.grad.numel()
             ]
-            self._compare(engine, grads, _prints_of(grads), _steps(engine) + 1)
+            _compare(engine, grads, _prints_of(grads), names)
 
     def check_state(self, engine: Engine, names: Sequence[str]) -> None:
         """That parameters, step counts and in replicated mode all state are the same on every
@@ -102,10 +102,10 @@ class Watch:
                 for name, param in zip(names, engine.params, strict=True)
                 if not param.requires_grad and _is_comparable(engine, param)
             ]
-            steps = Watched("all parameters", STEP, engine.steps)
+            steps = Watched("", STEP, engine.steps)  # of all parameters
             watched = [*self._watched, *frozen, steps]
             prints = torch.cat([self._table.fingerprints(), _prints_of([*frozen, steps])])
-            self._compare(engine, watched, prints, _steps(engine))
+            _compare(engine, watched, prints, names)
 
     def _refresh_table(self, engine: Engine, names: Sequence[str]) -> None:
         """Make it anew where there is other memory than before: in between an audit costs no Python
@@ -124,27 +124,30 @@ class Watch:
         self._known, self._watched = known, watched
         self._table = FingerprintTable([item.tensor for item in watched])
 
-    def _compare(
-        self, engine: Engine, watched: Sequence[Watched], prints: torch.Tensor, step: int
-    ) -> None:
-        """Raise DivergenceError on every rank where fingerprints differ. Collective."""
-        rows = engine.comm.gather_fingerprints(prints)
-        differs = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
-        if not differs:
-            return
-        first, column = watched[differs[0]], rows[:, differs[0]].tolist()
-        most, count = Counter(column).most_common(1)[0]  # of equal ones the lowest rank's
-        ranks = [rank for rank, value in enumerate(column) if value != most]
-        more = f" (and {len(differs) - 1} tensors more)" if len(differs) > 1 else ""
-        who = _unlike(ranks, column.index(most), has_majority=2 * count > len(column))
-        raise DivergenceError(
-            f"audit at step {step}: {first.part} of {first.parameter} {who}{more}: "
-            f"{_ADVICE.get(first.part, _USUAL_ADVICE)}",
-            step,
-            first.parameter,
-            first.part,
-            ranks,
-        )
+
+def _compare(
+    engine: Engine, watched: Sequence[Watched], prints: torch.Tensor, names: Sequence[str]
+) -> None:
+    """Raise DivergenceError on every rank where fingerprints differ. Collective."""
+    rows = engine.comm.gather_fingerprints(prints)
+    differs = (rows != rows[0]).any(dim=0).nonzero().flatten().tolist()
+    if not differs:
+        return
+    first, column = watched[differs[0]], rows[:, differs[0]].tolist()
+    most, count = Counter(column).most_common(1)[0]  # of equal ones the lowest rank's
+    ranks = [rank for rank, value in enumerate(column) if value != most]
+    reference = column.index(most)
+    steps = engine.comm.gather_objects(engine.steps.tolist())
+    step = max(steps[reference]) + (first.part == GRAD)
+    parameter = first.parameter
+    if first.part == STEP:
+        pairs = zip(steps[reference], steps[ranks[0]], strict=True)
+        parameter = names[[ours != theirs for ours, theirs in pairs].index(True)]
+    who = _unlike(ranks, reference, has_majority=2 * count > len(column))
+    more = f" (and {len(differs) - 1} tensors more)" if len(differs) > 1 else ""
+    advice = _ADVICE.get(first.part, _USUAL_ADVICE)
+    text = f"audit at step {step}: {first.part} of {parameter} {who}{more}: {advice}"
+    raise DivergenceError(text, step, parameter, first.part, ranks)
 
 
 _ADVICE = {
@@ -168,7 +171,3 @@ def _prints_of(watched: Sequence[Watched]) -> torch.Tensor:
 def _is_comparable(engine: Engine, param: torch.Tensor) -> bool:
     on_device = param.device == (engine.device or CPU)
     return bool(param.numel()) and on_device and is_plain(param)
-
-
-def _steps(engine: Engine) -> int:
-    return int(engine.steps.max()) if len(engine.steps) else 0
