@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from fusedshard.auditing import own
@@ -56,11 +56,9 @@ def take(optimizer: Any, model: Any, world_size: int) -> Inventory:
 
 
 def is_zero_redundancy(optimizer: Any) -> bool:
-    if not dist.is_available():
-        return False
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    return isinstance(optimizer, ZeroRedundancyOptimizer)
+    # Where nobody has imported it none can be one; importing it takes seconds, and warns.
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return module is not None and isinstance(optimizer, module.ZeroRedundancyOptimizer)
 
 
 def _check_kinds(optimizer: Any, model: Any) -> None:

@@ -40,11 +40,11 @@ def headline(report: AuditReport) -> str:
 
 
 def _hybrid(report: AuditReport) -> str:
-    copies = {part.copies for p in report.parameters for part in p.parts if part.part != PARAM}
-    least = min(copies)
-    if least > 1:
-        return f"sharded, each element on {least} ranks or more, identical"
-    return "in part replicated, in part sharded: all as it should be"
+    parts = [part for p in report.parameters for part in p.parts]
+    copies = {part.copies for part in parts if part.part != PARAM and part.shape != ()}
+    if len(copies) == 1:
+        return f"sharded, each element on {copies.pop()} ranks, identical"
+    return "in part replicated, identical; in part sharded, each element owned as it should be"
 
 
 _SOUND: dict[str, Callable[[AuditReport], str]] = {
