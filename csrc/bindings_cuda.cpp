@@ -75,6 +75,12 @@ void unpack(int64_t in, int64_t rows, int64_t tiles, int64_t tile_count, int64_t
               itemsize, to_stream(device, stream));
 }
 
+void fingerprints(int64_t hashes, int64_t terms, int64_t rows, int64_t row_count,
+                  int64_t block_count, int device, int64_t stream) {
+  fingerprints_cuda(at<uint64_t>(hashes), at<uint64_t>(terms), at<const FingerprintRow>(rows),
+                    row_count, block_count, to_stream(device, stream));
+}
+
 void write_words(int64_t to, int64_t words, int64_t count, int device, int64_t stream) {
   write_words_cuda(at<int64_t>(to), at<const int64_t>(words), count, to_stream(device, stream));
 }
@@ -112,6 +118,7 @@ void bind_cuda(py::module_& module) {
   module.def("refresh_f16", &refresh<Half>, released);
   module.def("pack", &pack, released);
   module.def("unpack", &unpack, released);
+  module.def("fingerprints", &fingerprints, released);
   module.def("write_words", &write_words, released);
   module.def("count_steps", &count_steps, released);
 }

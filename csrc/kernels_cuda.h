@@ -60,6 +60,11 @@ void found_inf_cuda(float* found_inf, const T* x, int64_t length, const Stream& 
 template <typename T>
 void refresh_cuda(float* wide, const T* narrow, int64_t length, const Stream& stream);
 
+// hashes[r] = the fingerprint of row r. The rows have `block_count` blocks in all, for each of
+// which there is a word in `terms` to work in.
+void fingerprints_cuda(uint64_t* hashes, uint64_t* terms, const FingerprintRow* rows,
+                       int64_t row_count, int64_t block_count, const Stream& stream);
+
 // As pack_cpu and unpack_cpu.
 void pack_cuda(char* out, const Segment* rows, const Tile* tiles, int64_t tile_count, int64_t numel,
                int64_t itemsize, const Stream& stream);

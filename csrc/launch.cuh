@@ -79,6 +79,14 @@ void launch(const char* name, void (*kernel)(P...), int64_t wanted, const Stream
         name);
 }
 
+__device__ __forceinline__ int64_t global_thread() {
+  return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+}
+
+__device__ __forceinline__ int64_t all_threads() {
+  return static_cast<int64_t>(gridDim.x) * kThreads;
+}
+
 inline int64_t blocks_for(int64_t work, int64_t each) { return (work + each - 1) / each; }
 
 // What one access moves: as many bytes of codes as belong to 16 bytes of 16-bit numbers.

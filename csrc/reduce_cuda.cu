@@ -10,14 +10,6 @@ template <typename T>
 constexpr int kLanesEach =
     Vector<T>::kWidth > kSumLanes / kWarp ? Vector<T>::kWidth : kSumLanes / kWarp;
 
-__device__ __forceinline__ int64_t global_thread() {
-  return static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-}
-
-__device__ __forceinline__ int64_t all_threads() {
-  return static_cast<int64_t>(gridDim.x) * kThreads;
-}
-
 // Stores a vector's elements in what they were computed with: one access, or two.
 template <typename T>
 __device__ __forceinline__ void store_wide(Wide<T>* to,

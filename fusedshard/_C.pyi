@@ -157,6 +157,17 @@ class _CudaFunctions(Protocol):
         stream: int,
         /,
     ) -> None: ...
+    def fingerprints(
+        self,
+        hashes: int,
+        terms: int,
+        rows: int,
+        row_count: int,
+        block_count: int,
+        device: int,
+        stream: int,
+        /,
+    ) -> None: ...
     def write_words(self, to: int, words: int, count: int, device: int, stream: int, /) -> None: ...
     def count_steps(
         self,

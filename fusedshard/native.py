@@ -249,8 +249,8 @@ class CpuBackend:
         refresh(wide.data_ptr(), narrow.data_ptr(), wide.numel(), torch.get_num_threads())
 
     def fingerprints(self, hashes: torch.Tensor, table: FingerprintTable) -> None:
-        rows, count = table.rows.data_ptr(), len(table.rows)
-        _C.fingerprints(hashes.data_ptr(), rows, count, torch.get_num_threads())
+        places = hashes.data_ptr(), table.rows.data_ptr()
+        _C.fingerprints(*places, len(hashes), torch.get_num_threads())
 
     def upload(self, tables: StepTables) -> None:
         """The kernels read the tables where they are written."""
@@ -371,8 +371,9 @@ class CudaBackend:
         refresh(*places, *self.where(wide.device))
 
     def fingerprints(self, hashes: torch.Tensor, table: FingerprintTable) -> None:
-        rows = table.device_rows.data_ptr(), len(table.rows), table.block_count
-        self._functions.fingerprints(hashes.data_ptr(), *rows, *self.where(hashes.device))
+        terms = hashes.new_empty(table.block_count)
+        places = hashes.data_ptr(), terms.data_ptr(), table.device_rows.data_ptr()
+        self._functions.fingerprints(*places, len(hashes), len(terms), *self.where(hashes.device))
 
     def upload(self, tables: StepTables) -> None:
         """Write what has changed since the last upload; in a CUDA graph everything, since other

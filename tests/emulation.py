@@ -31,7 +31,7 @@ SEED = "FUSEDSHARD_EMULATION_SEED"
 # A text to replace in a source: file name, old text (which must be there once), new text.
 Change = tuple[str, str, str]
 
-KERNELS = ("adam", "mixed", "reduce", "pack", "table")
+KERNELS = ("adam", "mixed", "reduce", "pack", "table", "fingerprint")
 CPU_KERNELS = ("dispatch_cpu.cpp", "kernels_cpu.cpp", "pack_cpu.cpp")
 DEVICES = ("block.cpp", "fiber.cpp", "runtime.cpp")
 

@@ -46,6 +46,7 @@ class Fault:
 
 
 LAUNCH, TILES, REDUCE = "launch.cuh", "adam_tiles.cuh", "reduce_cuda.cu"
+HASHES = "fingerprint_cuda.cu"
 MIXED, FORMATS = "mixed_cuda.cu", "mixed_formats.cuh"
 VECTORS = (LAUNCH, "i < span.tail;", "i <= span.tail;")
 NO_TAIL = (LAUNCH, "(span.end - span.tail)", "0")
@@ -77,6 +78,15 @@ LEAVE = (MIXED, "place.in_segment - lane * kEach >=", "place.in_segment >=")
 NO_WARP_BARRIER = (FORMATS, "__syncwarp();  // the others may still read the last exponent", "")
 NO_MIXED_TAIL = (FORMATS, "if (present >= kEach) {", "if (present > 0) {")
 ANYWHERE = (FORMATS, "aligned(from)", "true")
+UNALIGNED_WORDS = (HASHES, "row.address % kVectorBytes == 0", "true")
+UNALIGNED_UNITS = (HASHES, "row.address % sizeof(uint32_t) == 0", "true")
+BEHIND_THE_END = (HASHES, "if (at >= present) break;", "")
+SUMS_IN_USE = (
+    HASHES,
+    "__syncthreads();  // the first thread may still read the last sums",
+    "",
+)
+FIRST_SUMS = (HASHES, "for (int warp = 0; warp < kWarps;", "for (int warp = 0; warp < 1;")
 OTHER_WORDS = (FORMATS, "random_words(key, first / 2 + k / 2)", "random_words(key, first / 2)")
 
 FAULTS = {
@@ -102,6 +112,17 @@ FAULTS = {
     "mixed: a vector in a tail": Fault("mixed", NO_MIXED_TAIL, "heap-buffer-overflow", "address"),
     "mixed: vectors of any gradient": Fault("mixed", ANYWHERE, "misaligned address", "address"),
     "mixed: words of another element": Fault("mixed", OTHER_WORDS, "stochastic"),
+    "fingerprint: vectors of any array": Fault(
+        "fingerprint", UNALIGNED_WORDS, "misaligned address", "address"
+    ),
+    "fingerprint: units of any array": Fault(
+        "fingerprint", UNALIGNED_UNITS, "misaligned address", "address"
+    ),
+    "fingerprint: bytes behind the end": Fault(
+        "fingerprint", BEHIND_THE_END, "heap-buffer-overflow", "address"
+    ),
+    "fingerprint: no barrier": Fault("fingerprint", SUMS_IN_USE, "data race", "thread"),
+    "fingerprint: one warp's sum": Fault("fingerprint", FIRST_SUMS, "fingerprints: element"),
     "shuffle of nearer lanes": Fault("reduce", NEARER, "square_sum"),
     "shuffle without a lane": Fault("reduce", NO_LAST_LANE, "not in the mask 0x7fffffff"),
     "shuffle of half a warp": Fault("reduce", HALF_A_WARP, "waiting in __shfl_down_sync"),

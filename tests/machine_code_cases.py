@@ -218,6 +218,11 @@ def test_planted_contraction(
     assert {k.name for k in planted if "fma.rn.f" in RULES["arithmetic"](k)} == contracted
 
 
+def test_planted_scalar_load_of_hashed_words(compiler: Compiler, tmp_path: Path) -> None:
+    planted = plant(compiler, tmp_path, "fingerprint_cuda.cu", (r"\bload\(", "load_each("))
+    assert reported("vectors", planted) == {"fingerprint_blocks"}
+
+
 def test_planted_kernels(compiler: Compiler, tmp_path: Path) -> None:
     """One with too many registers, and one with all other faults that no list names."""
     source = tmp_path / "table_cuda.cu"

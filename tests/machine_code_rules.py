@@ -44,7 +44,8 @@ VECTORS = {
     **{f"refresh<{narrow}>": (1 + 2, 2) for narrow in NARROW},  # beside fp32 numbers
     **{f"pack<{integer}>": (1, 2) for integer in INTEGERS},  # copies or stores zeros
     **{f"unpack<{integer}>": (1, 1) for integer in INTEGERS},
-    **{name: (0, 0) for name in ("write_words", "count_steps", "probe")},
+    "fingerprint_blocks": (1, 0),
+    **{name: (0, 0) for name in ("fingerprint_rows", "write_words", "count_steps", "probe")},
 }
 # (loads, stores) of 8 bytes that codes take at least: one for each moment. Beside them as much is
 # loaded as makes up a row of the segments and one of the groups, a step count, a tile and a scale.
