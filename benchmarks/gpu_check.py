@@ -31,6 +31,7 @@ LIMITS = {
     "racecheck": 60,
     "update": 120,
     "mixed": 60,
+    "fingerprint": 30,
     "graph": 40,
     "nccl": 60,
 }

@@ -15,6 +15,7 @@ from fusedshard.kernels import (
     SUPPORTED_DTYPES,
     adam_,
     count_steps_,
+    fingerprints,
     found_inf_,
     mean_,
     square_sum,
@@ -136,6 +137,13 @@ def run_reductions(numel: int, dtype: torch.dtype, device: str, offset: int) -> 
         mean_(out, [part[:numel] for part in room.split(numel + gap)])
 
 
+def run_fingerprints(device: str) -> None:
+    """Aligned, as units of four bytes, and byte by byte."""
+    for offset in (0, 1, 4):
+        sizes = (0, *SIZES, 3 * 16384 + 5)
+        fingerprints([random(size, torch.uint8, device, offset) for size in sizes])
+
+
 def run_all(device: str) -> None:
     for dtype, offset in itertools.product((torch.float32, torch.float64), OFFSETS):
         for groups in (GROUPS, GROUPS[:2]):
@@ -149,6 +157,7 @@ def run_all(device: str) -> None:
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
         for offset in OFFSETS:
             run_moves(dtype, device, offset)
+    run_fingerprints(device)
 
 
 def main() -> None:

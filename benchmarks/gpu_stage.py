@@ -41,10 +41,20 @@ def _rich_or_nothing() -> Iterator[None]:
 
 
 with _rich_or_nothing():
-    from harness import Samples, Spread, ratio, rotated
+    from harness import Samples, Spread, ratio, rotated, rows_beside
     from record import Bar, git_commit, machine, versions
 
-__all__ = ["Bar", "Samples", "Spread", "git_commit", "machine", "ratio", "rotated", "versions"]
+__all__ = [
+    "Bar",
+    "Samples",
+    "Spread",
+    "git_commit",
+    "machine",
+    "ratio",
+    "rotated",
+    "rows_beside",
+    "versions",
+]
 
 Work = Callable[[], object]
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -102,6 +102,24 @@ def ratio(samples: Samples, name: str, base: str) -> Spread:
     """
     pairs = zip(samples[name], samples[base], strict=True)
     return Spread.of([value / reference for value, reference in pairs])
+
+
+def rows_beside(samples: Samples, base: str, nbytes: int | None = None) -> list[dict[str, Any]]:
+    """What a report says of each contender beside one of them; ``nbytes``: that each reads."""
+    found = []
+    for name, seconds in samples.items():
+        spread = Spread.of(seconds)
+        bandwidth = {} if nbytes is None else {"gigabytes_per_second": nbytes / spread.median / 1e9}
+        found.append(
+            {
+                "name": name,
+                "seconds": asdict(spread),
+                **bandwidth,
+                "time_against_base": asdict(ratio(samples, name, base)),
+                "samples": seconds,
+            }
+        )
+    return found
 
 
 def slowest_rank(samples: Samples) -> Samples:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from bench_tools import BENCHMARKS, check_bars, check_spread, load_module, only_report, run
 
+from fusedshard import _C
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
@@ -92,6 +94,56 @@ def test_mixed(tmp_path: Path) -> None:
     assert len(report["bars"]) == (2 if TORCHAO in rows else 1)
     assert ("torchao is not installed" in printed) == (TORCHAO not in rows)
     check_bars(report, printed)
+
+
+SMALL_ROWS = {
+    "fingerprints, one call",
+    "fingerprints, one call, with its checks",
+    "torch.sum of each",
+}
+
+
+def test_fingerprint(tmp_path: Path) -> None:
+    options = ("--elements", "50000", "--repeats", "2", "--fuzz", "12000", "--seed", "5")
+    printed = run(tmp_path, str(BENCHMARKS / "bench_fingerprint.py"), *options)
+    report = only_report(tmp_path, "fingerprint")
+    for result, count in zip(report["results"], (1, 2), strict=True):
+        assert result["threads"] == count
+        rows = {row["name"]: row for row in result["rows"]}
+        variants = {f"fingerprint {isa}" for isa in _C.cpu_variants()}
+        assert set(rows) == {*variants, "torch.sum", "read floor"}
+        assert {row["name"] for row in result["small_tensors"]} == SMALL_ROWS
+        for row in (*rows.values(), *result["small_tensors"]):
+            check_spread(row["seconds"])
+            assert len(row["samples"]) == 2 and row["name"] in printed
+        assert rows["torch.sum"]["time_against_base"]["median"] == 1
+        bandwidth = 4 * 50_000 / rows["read floor"]["seconds"]["median"] / 1e9
+        assert rows["read floor"]["gigabytes_per_second"] == pytest.approx(bandwidth)
+    assert len(report["bars"]) == 2
+    check_bars(report, printed)
+    assert {row["dtype"] for row in report["fuzz"]} == {"float32", "bfloat16", "uint8"}
+    assert sum(row["flips"] + row["exchanges"] for row in report["fuzz"]) >= 12_000
+    assert all(row["flips"] and row["exchanges"] for row in report["fuzz"])
+    assert not any(row["wrong"] for row in report["fuzz"])
+
+
+class Deaf:
+    """A table whose fingerprints tell the first byte of each tensor alone."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def fingerprints(self) -> torch.Tensor:
+        return torch.stack([tensor.view(torch.uint8)[0] for tensor in self._tensors])
+
+
+def test_what_fingerprints_miss_is_counted(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    fuzzing = module("fingerprint_fuzz")
+    monkeypatch.setattr(fuzzing, "FingerprintTable", Deaf)
+    tally = fuzzing.fuzz(fuzzing.Case(torch.uint8, "ones and zeros", 16), 1000, 10, 0)
+    assert 0 < tally.unseen_flips < tally.flips
+    assert 0 < tally.unseen_exchanges < tally.exchanges
+    assert tally.false_alarms == 0 and tally.wrong == tally.unseen_flips + tally.unseen_exchanges
 
 
 STEP_VARIANTS = {

@@ -156,7 +156,7 @@ def test_without_a_gpu_it_says_so_once(tmp_path: Path, with_rich: bool) -> None:
 
 def test_every_file_with_tests_for_a_gpu_is_a_stage(module: Load) -> None:
     names = {path.name for path in module("gpu_check").gpu_tests()}
-    kinds = ("kernels", "mixed", "streams", "optimizer", "ranks")
+    kinds = ("kernels", "mixed", "streams", "optimizer", "ranks", "fingerprints")
     assert {f"test_gpu_{kind}.py" for kind in kinds} <= names
     assert Path(__file__).name not in names
 
@@ -276,6 +276,17 @@ def test_row_of_an_update_in_mixed_precision(module: Load) -> None:
     row = mixed.row_of(samples, configuration, 10**9)
     assert row["share_of_copy"] == {"median": 1.0, "lower": 1.0, "upper": 1.0}
     assert row["gigabytes_per_second"] == pytest.approx(1 / 1.5)
+
+
+def test_fingerprints_beside_a_sum(module: Load) -> None:
+    fingerprint = module("gpu_fingerprint")
+    assert fingerprint.same_as_on_the_host(5000, "cpu")
+    works = fingerprint.contenders(5000, "cpu")
+    for work in works.values():
+        work()
+    assert set(works) == {fingerprint.OURS, fingerprint.SHIFTED, fingerprint.SUM}
+    hashes = [works[name].args[0].item() for name in (fingerprint.OURS, fingerprint.SHIFTED)]
+    assert hashes[0] != hashes[1]
 
 
 def test_the_program_for_compute_sanitizer_runs_every_kernel(module: Load) -> None:
