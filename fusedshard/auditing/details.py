@@ -39,7 +39,7 @@ class Tally:
         places = unlike.nonzero().flatten()
         if len(places) and self._first is None:
             at = int(places[0])
-            self._first = self._seen + at, str(here[at].item()), str(there[at].item())
+            self._first = self._seen + at, _shown(here[at]), _shown(there[at])
         self._seen += len(here)
         self._elements += len(places)
         if len(places):
@@ -71,6 +71,13 @@ class Tally:
             here,
             there,
         )
+
+
+def _shown(element: torch.Tensor) -> str:
+    """With as many digits as tell it from its neighbours."""
+    value = element.item()
+    digits = 17 if element.dtype in (torch.float64, torch.complex128) else 9
+    return str(value) if isinstance(value, int) else f"{value:.{digits}g}"
 
 
 def _as_bytes(numbers: torch.Tensor) -> torch.Tensor:

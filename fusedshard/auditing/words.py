@@ -35,8 +35,9 @@ def headline(report: AuditReport) -> str:
     found.sort(key=lambda pair: pair[1].verdict != MISOWNED)
     parameter, part = found[0]
     broken = {p.name for p, _ in found}
+    finding = finding_in_words(report, part)
     count = f"{len(broken)} of {_counted(len(report.parameters), 'parameter')}"
-    return f"{report.kind}: {count}, first {parameter.name}: {part_in_words(report, part)}"
+    return f"{report.kind}: {count}, first {part.part} of {parameter.name}: {finding}"
 
 
 def _hybrid(report: AuditReport) -> str:
@@ -55,13 +56,12 @@ _SOUND: dict[str, Callable[[AuditReport], str]] = {
 }
 
 
-def part_in_words(report: AuditReport, part: PartReport) -> str:
+def finding_in_words(report: AuditReport, part: PartReport) -> str:
     """What was found of one array."""
-    name = part.part
     if part.verdict == IDENTICAL:
-        return f"{name}: identical on {_counted(part.copies, 'rank')}"
+        return f"identical on {_counted(part.copies, 'rank')}"
     if part.verdict == OWNED_ONCE:
-        return f"{name}: each element owned once"
+        return "each element owned once"
     found = [part.problem] if part.problem else []
     if part.verdict == MISOWNED:
         found += _regions_in_words(report, part.gaps, part.gap_elements, part.copies)
@@ -72,7 +72,7 @@ def part_in_words(report: AuditReport, part: PartReport) -> str:
         found += [difference_in_words(report, d) for d in part.differences[:MOST_NAMED]]
         more = len(part.differences) - MOST_NAMED
         found += [f"and {more} more"] if more > 0 else []
-    return f"{name}: {'; '.join(found)}"
+    return "; ".join(found)
 
 
 def difference_in_words(report: AuditReport, found: Difference) -> str:
@@ -120,11 +120,20 @@ def table(report: AuditReport, *, every: bool = False) -> Table:
     for parameters, is_buffer in ((report.parameters, False), (report.buffers, True)):
         for alike in _alike(report, parameters, every=every):
             elements = sum(_numel(p.shape) for p in alike)
-            words = "\n".join(part_in_words(report, part) for part in alike[0].parts)
+            words = "\n".join(_findings(report, alike[0]))
             style = "" if all(p.ok for p in alike) else "yellow" if is_buffer else "bold red"
             name = _group_name(alike) + (" (buffers)" if is_buffer else "")
             shown.add_row(Text(name), f"{elements:,}", Text(words or "empty", style=style))
     return shown
+
+
+def _findings(report: AuditReport, parameter: ParameterReport) -> Iterator[str]:
+    """Of its parts, those with the same one together."""
+    parts: dict[str, list[str]] = {}
+    for part in parameter.parts:
+        parts.setdefault(finding_in_words(report, part), []).append(part.part)
+    for finding, names in parts.items():
+        yield f"{', '.join(names)}: {finding}"
 
 
 def _alike(
