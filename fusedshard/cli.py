@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import fusedshard
 from fusedshard import _C
-from fusedshard.demo import command
+from fusedshard.auditing import command as audit
+from fusedshard.demo import command as demo
 
 
 def version() -> str:
@@ -23,7 +24,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=version())
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    command.add_command(commands)
+    demo.add_command(commands)
+    audit.add_command(commands)
     return parser
 
 

@@ -18,6 +18,7 @@ from fusedshard.demo import report as demo_report
 from fusedshard.demo.baseline import MasterAdamW
 from fusedshard.demo.model import load_corpus, standard_library
 from fusedshard.demo.train import VARIANTS, Settings, run_variants
+from fusedshard.display import PLAIN_WIDTH
 
 STEPS = 20
 FORMATS = [("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "8bit"), ("fp32", "8bit")]
@@ -80,7 +81,7 @@ def test_losses_bytes_and_verdicts(report_of: Reports, dtype: str, state_dtype: 
 def test_the_table_shows_moments_and_masters(report_of: Reports) -> None:
     report = report_of("bf16", "bf16")
     text = io.StringIO()
-    demo_report.show(report, Console(file=text, width=demo_report.PLAIN_WIDTH, highlight=False))
+    demo_report.show(report, Console(file=text, width=PLAIN_WIDTH, highlight=False))
     rows = [line.split() for line in text.getvalue().splitlines()]
     table = {row[0]: row[1:] for row in rows if row and row[0] in VARIANTS and len(row) >= 13}
     assert set(table) == set(VARIANTS)

@@ -37,7 +37,7 @@ def take(optimizer: Any, model: Any, world_size: int) -> Inventory:
     _check_kinds(optimizer, model)
     names = _names(optimizer, model)
     params = [ParamInfo(n, tuple(p.shape), p.requires_grad) for p, n in names.items()]
-    held = [h for p, n in names.items() for h in _held(n, PARAM, p, world_size, world_size)]
+    held = [h for p, n in names.items() for h in held_in(n, PARAM, p, world_size, world_size)]
     is_zero = is_zero_redundancy(optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         held += own.held_state(optimizer, names)
@@ -45,12 +45,12 @@ def take(optimizer: Any, model: Any, world_size: int) -> Inventory:
         copies = 1 if is_zero else 0
         for param, state in _state_of(optimizer).items():
             if param in names:
-                for part, value in _leaves(state):
-                    held += _held(names[param], part, value, world_size, copies)
+                for part, value in leaves(state):
+                    held += held_in(names[param], part, value, world_size, copies)
     buffers = dict(_buffers(model))
     params += [ParamInfo(name, tuple(buffer.shape), False) for name, buffer in buffers.items()]
     for name, buffer in buffers.items():
-        held += _held(name, PARAM, buffer, world_size, world_size)
+        held += held_in(name, PARAM, buffer, world_size, world_size)
     present = tuple(item for item in held if item.piece.numel)
     return Inventory(tuple(params), present, frozenset(buffers), must_have_state=is_zero)
 
@@ -112,7 +112,7 @@ def _state_of(optimizer: Any) -> Mapping[Any, Mapping[str, Any]]:
     return state
 
 
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors and numbers in a parameter's state, by name; in lists and dicts by ``name.key``."""
     if isinstance(value, torch.Tensor):
         yield name, value
@@ -123,14 +123,14 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             value.items() if isinstance(value, Mapping) else enumerate(value)
         )
         for key, item in items:
-            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+            yield from leaves(item, f"{name}.{key}" if name else str(key))
 
 
 def _number_dtype(value: float) -> torch.dtype:
     return torch.float64 if isinstance(value, float) else torch.int64
 
 
-def _held(
+def held_in(
     param: str, part: str, tensor: torch.Tensor, world_size: int, copies: int
 ) -> Sequence[Held]:
     """The pieces of an array that lie in a tensor."""
@@ -140,7 +140,7 @@ def _held(
     if is_wrapper(tensor) and hasattr(tensor, "__tensor_flatten__"):
         inner, _ = tensor.__tensor_flatten__()
         parts = [(f"{part}.{name}", getattr(tensor, name)) for name in inner]
-        return [h for p, value in parts for h in _held(param, p, value, world_size, copies)]
+        return [h for p, value in parts for h in held_in(param, p, value, world_size, copies)]
     if is_wrapper(tensor) or tensor.is_quantized or tensor.device.type == "meta":
         kind = f"{type(tensor).__name__} on {tensor.device}"
         raise TypeError(f"{part} of {param}: got a {kind}, wanted a tensor with memory of its own")

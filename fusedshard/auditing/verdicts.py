@@ -165,7 +165,7 @@ def _judge_part(
             part, DIFFERENT, first.shape, first.dtype, copies, shares, problem=problem
         )
     coverage = cover(first.shape, [(h.rank, h.piece) for h in held], copies)
-    if coverage.overlaps or (coverage.gaps and copies < world_size):
+    if coverage.overlaps or (coverage.gaps and copies < max(2, world_size)):
         verdict = MISOWNED
     elif coverage.gaps:
         verdict = MISSING

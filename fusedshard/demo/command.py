@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import signal
 import sys
@@ -28,6 +27,7 @@ import torch.multiprocessing
 from fusedshard.demo import report as demo_report
 from fusedshard.demo.model import load_corpus, standard_library
 from fusedshard.demo.train import DTYPES, STATE_DTYPES, VARIANTS, Settings, run_variants
+from fusedshard.display import make_console, require_packages
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -160,17 +160,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if report["ok"] else 1
 
 
-def require_packages(*names: str) -> None:
-    """Raises ModuleNotFoundError, with the remedy, unless every package is installed."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModuleNotFoundError(f"needs {' and '.join(missing)}: pip install 'fusedshard[demo]'")
-
-
 def train_and_report(settings: Settings, out: Path | None) -> dict[str, Any]:
     started = time.perf_counter()
     text = load_corpus(standard_library())  # each rank reads it again: this finds errors early
-    console = demo_report.make_console()
+    console = make_console()
     console.print(demo_report.headline(settings, len(text), threads_per_rank(settings.ranks)))
     with sigterm_as_exit(), progress(console, settings) as on_step:
         rank_reports = run_ranks(settings, on_step)

@@ -63,16 +63,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 PHASES = ("total", "forward_backward", "exchange", "update", "gather")
-PLAIN_WIDTH = 140  # columns where the output is no terminal: enough for the table in one piece
 DDP = "DistributedDataParallel + torch.optim.AdamW(fused=True)"
-
-
-def make_console() -> Console:
-    """A terminal as it is; elsewhere, wide enough for the table."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=PLAIN_WIDTH)
 
 
 def headline(settings: Settings, text_bytes: int, threads: int) -> str:
