@@ -179,6 +179,25 @@ def test_bad_values(value: Any) -> None:
         fusedshard.AdamW([torch.nn.Parameter(torch.ones(3))], audit_every=value)
 
 
+def _captured(rank: Rank) -> tuple[str, bool]:
+    model, optimizer = audited.ours(rank, audit_every=2)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fusedshard.auditing.watch.capturing", lambda device: True)
+        audited.train(rank, model, optimizer, steps=1)  # not due
+        now = [p.detach().clone() for p in model.parameters()]
+        with pytest.raises(RuntimeError) as caught:
+            audited.train(rank, model, optimizer, steps=1)
+    unchanged = all(map(torch.equal, now, model.parameters()))
+    return str(caught.value), unchanged and not torch.equal(before[0], now[0])
+
+
+def test_a_captured_step_is_not_left_unaudited(ranks: RankPool) -> None:
+    """Pretended here: a replay runs no Python."""
+    for text, unchanged in ranks.run(2, _captured):
+        assert "audit_every: this step is captured in a CUDA graph" in text and unchanged
+
+
 def _unlike(rank: Rank) -> str:
     with pytest.raises(ValueError) as caught:
         audited.ours(rank, audit_every=rank.rank)

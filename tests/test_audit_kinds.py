@@ -112,6 +112,20 @@ def test_replicas_of_shards(ranks: RankPool) -> None:
     assert (found.rank, found.reference, found.first_index) == (3, 1, (4, 2))
 
 
+def _after_evaluation(rank: Rank) -> AuditReport:
+    model, optimizer = audited.trained(rank, audited.fsdp2)
+    with torch.no_grad():
+        model(torch.ones(1, 3, 4, 4))  # leaves the root's parameters gathered
+    return fusedshard.audit(optimizer, model, process_group=rank.group)
+
+
+def test_fsdp2_after_a_forward_alone(ranks: RankPool) -> None:
+    report = one_report(ranks.run(2, _after_evaluation))
+    assert report.kind == "sharded"
+    assert all(part.copies == 1 for p in report.parameters for part in p.parts if part.shape)
+    assert [len(p.parts) for p in report.parameters] == [4] * 6
+
+
 def _spoiled(rank: Rank, what: str) -> AuditReport:
     model, optimizer = audited.trained(rank, audited.ddp)
     inner = model.get_submodule("module")

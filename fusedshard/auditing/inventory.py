@@ -74,6 +74,7 @@ def _names(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> N
     """Every parameter once: the model's, and then what else the optimizer has."""
     names: Names = {}
     if model is not None:
+        _reshard(model)
         named = _unwrapped(model).named_parameters()
         names.update((param, _plain_name(name)) for name, param in named)
     params = iterate_params(optimizer.param_groups)
@@ -90,6 +91,15 @@ def _names(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> N
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Show FSDP2's own parameters where a forward without backward has left gathered ones in their
+    place, as its ``state_dict`` does."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if fsdp is not None else ():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def _plain_name(name: str) -> str:
