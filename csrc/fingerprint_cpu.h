@@ -8,7 +8,7 @@ namespace fusedshard {
 namespace {
 
 // Blocks that a thread takes at once.
-constexpr int64_t kBlocksAtOnce = 16;
+constexpr int64_t kBlocksAtOnce = 32;
 // Ahead of what is hashed: with this much arithmetic a word, a processor looks too few cache lines
 // ahead by itself. Past the end of memory a prefetch does nothing.
 constexpr int64_t kPrefetchBytes = 8192;
@@ -81,11 +81,17 @@ void fingerprints(uint64_t* hashes, const FingerprintRow* rows, int64_t row_coun
   }
   const int64_t stretches = (blocks + kBlocksAtOnce - 1) / kBlocksAtOnce;
   const int parts = static_cast<int>(smaller(stretches, larger(1, threads)));
-  // As they get free, since blocks of small tensors take less time.
-#pragma omp parallel for schedule(dynamic) num_threads(parts) if (parts > 1)
-  for (int64_t s = 0; s < stretches; ++s) {
+  // Threads take stretches as they get free, since blocks of small tensors take less time. Not by
+  // schedule(dynamic), whose functions are missing from older OpenMP runtimes that torch may bring.
+  int64_t next = 0;
+#pragma omp parallel num_threads(parts) if (parts > 1)
+  for (int64_t s = 0; s < stretches;) {
+#pragma omp atomic capture
+    s = next++;
     const int64_t begin = s * kBlocksAtOnce;
-    hash_blocks(hashes, rows, row_count, begin, smaller(blocks, begin + kBlocksAtOnce));
+    if (s < stretches) {
+      hash_blocks(hashes, rows, row_count, begin, smaller(blocks, begin + kBlocksAtOnce));
+    }
   }
 }
 

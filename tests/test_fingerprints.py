@@ -17,10 +17,10 @@ from fusedshard.kernels import FingerprintTable, fingerprints
 
 on_each_backend = pytest.mark.usefixtures("each_backend")
 on_one_thread = pytest.mark.usefixtures("one_thread")
-AT_ONCE = 16 * BLOCK  # what a thread takes
+AT_ONCE = 32 * BLOCK  # what a thread takes
 SIZES = [0, 1, 2, 3, 7, 8, 9, 17 * 257]
 SIZES += [edge + by for edge in (ROUND, BLOCK, 2 * BLOCK, AT_ONCE) for by in (-9, -8, -1, 0, 1, 8)]
-SIZES += [BLOCK + ROUND, 3 * BLOCK + 5 * ROUND + 4, 5 * AT_ONCE + 77]
+SIZES += [BLOCK + ROUND, 3 * BLOCK + 5 * ROUND + 4, 2 * AT_ONCE + 77]
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
