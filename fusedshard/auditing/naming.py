@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -14,6 +14,8 @@ from fusedshard.dense import is_wrapper
 
 Names = dict[str, dict[Key, str]]  # by the optimizer's key and the parameter's
 Shapes = Mapping[Key, set[Index]]
+Ways = dict[str, dict[Key, str]]  # names by model, of those that fit
+Fits = Callable[[set[Index], Index], bool]
 Candidates = dict[str, Index]  # parameters of a model, in its order
 
 
@@ -30,13 +32,18 @@ def name_parameters(files: Sequence[Contents]) -> Names:
         saved = [file.optimizers[optimizer] for file in files if optimizer in file.optimizers]
         keys = dict.fromkeys(key for one in saved for key in one.keys)
         given: dict[Key, str] = {key: key for key in keys if isinstance(key, str)}
-        given = given or _by_shapes(saved, models)
-        homes = [model for model, known in models.items() if set(given.values()) <= known.keys()]
+        ways = _of_names(given, models) if given else _by_shapes(saved, models)
         prefix = f"{optimizer}: " if optimizer else ""
-        home = full_name(homes[0], "") if len(homes) == 1 else prefix
-        names[optimizer] = {
-            key: home + given[key] if key in given else f"{prefix}parameter {key}" for key in keys
-        }
+        named = {key: f"{prefix}parameter {key}" for key in keys}
+        if len(ways) == 1:
+            [(model, found)] = ways.items()
+            named |= {key: full_name(model, name) for key, name in found.items()}
+        elif given or ways:
+            # An average of the weights is a second model with the same names.
+            first = given or next(iter(ways.values()))
+            if all(found == first for found in ways.values()):
+                named |= {key: prefix + name for key, name in first.items()}
+        names[optimizer] = named
     return _without_conflicts(names)
 
 
@@ -67,56 +74,59 @@ def _memory(tensor: torch.Tensor) -> object:
     return (place, tensor.storage_offset(), tensor.shape) if place else id(tensor)
 
 
-def _by_shapes(saved: Sequence[SavedOptimizer], models: Mapping[str, Candidates]) -> dict[Key, str]:
-    """Empty where that is not certain."""
+def _of_names(given: dict[Key, str], models: Mapping[str, Candidates]) -> Ways:
+    return {model: given for model, known in models.items() if set(given.values()) <= known.keys()}
+
+
+def _by_shapes(saved: Sequence[SavedOptimizer], models: Mapping[str, Candidates]) -> Ways:
     shapes: defaultdict[Key, set[Index]] = defaultdict(set)
     for one in saved:
         for key, parts in one.state.items():
-            shapes[key] |= {tuple(tensor.shape) for tensor in parts.values()}
-    found = [
-        names
-        for candidates in models.values()
-        if (names := _match(saved[0].groups, shapes, candidates))
-    ]
-    # An average of the weights is a second model with the same names.
-    return found[0] if found and all(names == found[0] for names in found) else {}
+            shapes[key] |= {tuple(tensor.shape) for tensor in parts.values() if tensor.dim()}
+    ways = {
+        model: _match(saved[0].groups, shapes, candidates, _is_whole)
+        or _match(saved[0].groups, shapes, candidates, _is_piece)
+        for model, candidates in models.items()
+    }
+    return {model: names for model, names in ways.items() if names}
+
+
+def _is_whole(state: set[Index], shape: Index) -> bool:
+    return not state or shape in state
+
+
+def _is_piece(state: set[Index], shape: Index) -> bool:
+    return all(len(piece) == 1 and piece[0] <= math.prod(shape) for piece in state)
 
 
 def _match(
-    groups: Sequence[Sequence[Key]], shapes: Shapes, candidates: Candidates
-) -> dict[Key, str] | None:
+    groups: Sequence[Sequence[Key]], shapes: Shapes, candidates: Candidates, fits: Fits
+) -> dict[Key, str]:
+    """Empty where none is certain."""
     names: dict[Key, str] = {}
     order = list(candidates)
     for group in groups:
-        first = list(_first_way(group, shapes, order, candidates))
-        last = list(_first_way(group[::-1], shapes, order[::-1], candidates))[::-1]
+        first = list(_first_way(group, shapes, order, candidates, fits))
+        last = list(_first_way(group[::-1], shapes, order[::-1], candidates, fits))[::-1]
         if len(first) != len(group) or first != last:
-            return None
+            return {}
         names |= zip(group, first, strict=True)
-    return names if len(set(names.values())) == len(names) else None
+    # Of parameters of one dimension state of another length is no piece, but another model's.
+    is_credible = fits is _is_whole or any(len(candidates[n]) > 1 for n in names.values())
+    return names if is_credible and len(set(names.values())) == len(names) else {}
 
 
 def _first_way(
-    group: Sequence[Key], shapes: Shapes, order: Sequence[str], candidates: Candidates
+    group: Sequence[Key], shapes: Shapes, order: Sequence[str], candidates: Candidates, fits: Fits
 ) -> Iterator[str]:
     """As early as possible in the order; if this and the latest are one, there is no other."""
     left = iter(order)
     for key in group:
-        fitting = (name for name in left if _fits(shapes.get(key, set()), candidates[name]))
+        fitting = (name for name in left if fits(shapes.get(key, set()), candidates[name]))
         name = next(fitting, None)
         if name is None:
             return
         yield name
-
-
-def _fits(state: set[Index], shape: Index) -> bool:
-    """Whether state of these shapes can be a parameter's: all of it, or 1-D pieces."""
-    arrays = {s for s in state if s}
-    return (
-        not arrays
-        or shape in arrays
-        or all(len(s) == 1 and s[0] <= math.prod(shape) for s in arrays)
-    )
 
 
 def _without_conflicts(names: Names) -> Names:

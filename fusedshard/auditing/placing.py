@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fusedshard.auditing.contents import Contents, UnusableFile, is_buffer
+from fusedshard.auditing.dtensors import held_in_dtensor, is_dtensor
 from fusedshard.auditing.inventory import held_in
 from fusedshard.auditing.naming import Names, full_name, name_parameters
 from fusedshard.auditing.pieces import PARAM, Held, Index, Inventory, ParamInfo, stretch
@@ -76,21 +77,30 @@ def place(listing: Listing) -> list[Inventory]:
                 held[number] += _held(listing, number, (param, part), tensor, copies)
     is_spread = _is_spread(listing)
     return [
-        Inventory(
-            listing.params,
-            tuple(item for item in ours if item.piece.numel),
-            listing.buffers,
-            must_have_state=is_spread,
-        )
-        for ours in held
+        Inventory(listing.params, ours, listing.buffers, must_have_state=is_spread)
+        for ours in _without_empty(held)
     ]
+
+
+def _without_empty(held: Sequence[Sequence[Held]]) -> Iterator[list[Held]]:
+    """Pieces without elements are left out, but where all of an array are and should not be."""
+    present = {item.piece.array for ours in held for item in ours if item.piece.numel}
+    for ours in held:
+        yield [
+            item
+            for item in ours
+            if item.piece.numel or (item.piece.whole_numel and item.piece.array not in present)
+        ]
 
 
 def _held(
     listing: Listing, number: int, array: tuple[str, str], tensor: torch.Tensor, copies: int
 ) -> Sequence[Held]:
+    ranks = len(listing.files)
     try:
-        return held_in(*array, tensor, len(listing.files), copies)
+        if is_dtensor(tensor):
+            return held_in_dtensor(*array, tensor, ranks)
+        return held_in(*array, tensor, ranks, copies)
     except TypeError as error:
         raise UnusableFile(f"{listing.files[number]}: {error}") from None
 
@@ -120,7 +130,7 @@ def _are_stretches(part: str, in_files: InFiles, shape: Index) -> bool:
     """Whether tensors are 1-D pieces of an array of the parameter's shape, one after another."""
     tensors = list(in_files.values())
     numel = math.prod(shape)
-    if any(tensor.dim() != 1 or hasattr(tensor, "placements") for tensor in tensors):
+    if any(tensor.dim() != 1 or is_dtensor(tensor) for tensor in tensors):
         return False
     lengths = [len(tensor) for tensor in tensors]
     if sum(lengths) == numel:

@@ -82,7 +82,7 @@ def _load(path: Path) -> Any:
 
 
 def _why_refused(error: str) -> str:
-    unsafe = re.search(r"Unsupported (?:global|class): (?:GLOBAL )?([\w.]+)", error)
+    unsafe = re.search(r"(?i)unsupported (?:global|class):? (?:GLOBAL )?([\w.]+)", error)
     if unsafe is None:
         return "cannot be read as a file of torch.save"
     return (
@@ -106,7 +106,8 @@ def _check_alike(paths: Sequence[Path], files: Sequence[Contents]) -> None:
             if found != wanted:
                 raise UnusableFile(
                     f"{path}: {what}: got {_unlike(found, wanted)}, wanted "
-                    f"{_unlike(wanted, found)}, as in {first}; all files must be of one model"
+                    f"{_unlike(wanted, found)}, as in {first}; all files must be of "
+                    "one model, and number its parameters alike"
                 )
 
 
