@@ -50,7 +50,7 @@ def interleave(
     with the same variants: they are then called in the same order everywhere.
     """
     timing = Timing({name: [] for name in variants}, [])
-    with _progress(progress) as bar:
+    with progress_bar(progress) as bar:
         task = bar.add_task("", total=(repeats + 1) * len(variants))
         for turn in range(repeats + 1):
             before_round()
@@ -66,7 +66,8 @@ def interleave(
     return timing
 
 
-def _progress(shown: bool) -> Progress:
+def progress_bar(shown: bool) -> Progress:
+    """On a terminal's stderr; without a trace once it is done."""
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     return Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True)
 

@@ -134,9 +134,11 @@ def open_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
-def write(report: dict[str, Any], folder: Path, name: str, console: Console) -> None:
+def write(
+    report: dict[str, Any], folder: Path, name: str, console: Console, indent: int | None = 1
+) -> None:
     """Write `report` as NAME.json, and say where."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    path.write_text(json.dumps(report, indent=indent) + "\n")
     console.print(f"written: {path}", soft_wrap=True)

@@ -77,7 +77,7 @@ def test_demo_prints_a_row_a_variant(finished: Finished) -> None:
 def test_demo_prints_a_line_a_variant_and_a_verdict(finished: Finished) -> None:
     for variant in VARIANTS:
         assert len(re.findall(rf"^{variant}: 5 steps, loss \d", finished.output, re.M)) == 1
-    assert len(re.findall(r"^ok  \S", finished.output, re.M)) == 6
+    assert len(re.findall(r"^ok  \S", finished.output, re.M)) == 8
     assert "have diverged from step 1 on" in finished.output
     assert "FAILED" not in finished.output
     assert "\x1b" not in finished.output
@@ -86,7 +86,7 @@ def test_demo_prints_a_line_a_variant_and_a_verdict(finished: Finished) -> None:
 def test_report_says_what_was_run(finished: Finished) -> None:
     report = finished.report
     assert report["ok"] is True
-    assert [verdict["ok"] for verdict in report["verdicts"]] == [True] * 6
+    assert [verdict["ok"] for verdict in report["verdicts"]] == [True] * 8
     assert (report["settings"]["ranks"], report["settings"]["seed"]) == (3, 5)
     assert report["torch"] == torch.__version__
     assert report["machine"]["threads_per_rank"] == demo.threads_per_rank(3)
@@ -158,6 +158,31 @@ def test_times_add_up_to_a_step(finished: Finished) -> None:
         assert (ms["gather"] > 0) == (variant != "ddp")
         assert ms["exchange"] > 0
         assert max(ms["forward_backward"], ms["exchange"], ms["update"]) < ms["total"]
+
+
+def test_audits_find_what_each_variant_is(finished: Finished) -> None:
+    audits = {name: found["audit"] for name, found in finished.report["variants"].items()}
+    for name in ("ddp", "replicated"):
+        assert audits[name] == {
+            "kind": "replicated", "ok": True, "headline": "replicated, identical"
+        }  # fmt: skip
+    assert audits["sharded"]["headline"] == "sharded, each element owned once"
+    assert (audits["mistake"]["kind"], audits["mistake"]["ok"]) == ("diverged", False)
+    said = " ".join(finished.output.split())
+    for name, audit in audits.items():
+        assert f'{name}: "{audit["headline"]}"' in said
+
+
+def test_an_audit_stops_the_mistake_on_every_rank(finished: Finished) -> None:
+    caught = finished.report["caught"]
+    assert caught["audit_every"] == 5  # not more than the steps
+    assert len(caught["by_rank"]) == 3
+    for told in caught["by_rank"]:
+        assert (told["step"], told["part"]) == (5, "grad")
+        assert "grad of token.weight differs" in told["message"]
+    assert f"every rank stops: {caught['by_rank'][0]['message']}" in " ".join(
+        finished.output.split()
+    )
 
 
 def test_picture_shows_the_four_variants_and_the_ranks(finished: Finished) -> None:

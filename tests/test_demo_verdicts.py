@@ -22,6 +22,7 @@ from fusedshard.demo.verdicts import MOMENTS, count_gaps_and_overlaps
 NUMEL = [parameter["numel"] for parameter in demo_report.describe_parameters(Settings())]
 SAME = {"identical": True, "max_abs": 0.0, "relative": 0.0}
 ONE_BIT = {"identical": False, "max_abs": 1e-9, "relative": 1e-9}
+SOUND = {"kind": "replicated", "ok": True, "headline": "as it must be"}
 FAR = {"identical": False, "max_abs": 0.1, "relative": 0.5}
 
 
@@ -36,8 +37,14 @@ def rank_report(rank: int) -> dict[str, Any]:
             del probe["from_rank_0"][moment]
     variants["sharded"] |= {"owned": halves, "held": [stop - start for _, start, stop in halves]}
     variants["replicated"]["difference_from_ddp"] = {**ONE_BIT, "max_abs": 1e-7}
+    variants["sharded"]["audit"] = {**SOUND, "kind": "sharded"}
+    variants["mistake"]["audit"] = {**SOUND, "kind": "diverged", "ok": False}
     names = (*MOMENTS, "parameters", "step")
-    return {"variants": variants, "sharded_vs_replicated": dict.fromkeys(names, SAME)}
+    return {
+        "variants": variants,
+        "sharded_vs_replicated": dict.fromkeys(names, SAME),
+        "caught": {"step": 2, "part": "grad", "message": "audit at step 2"},
+    }
 
 
 def variant_report(diverged: bool) -> dict[str, Any]:
@@ -53,6 +60,7 @@ def variant_report(diverged: bool) -> dict[str, Any]:
         "held": NUMEL,
         "owned": [],
         "buckets": [[(index, 0, size) for index, size in enumerate(NUMEL)]],
+        "audit": SOUND,
     }
 
 
@@ -99,6 +107,20 @@ def agree_at_the_end(name: str, found: dict[str, Any]) -> Callable[[list[dict[st
     return lambda ranks: probe(ranks, "mistake", -1).update({name: found})
 
 
+def audit_says(variant: str, kind: str) -> Callable[[list[dict[str, Any]]], None]:
+    audit = {"kind": kind, "ok": True, "headline": f"all is {kind}"}
+    return lambda ranks: ranks[0]["variants"][variant].update(audit=audit)
+
+
+def not_stopped(ranks: list[dict[str, Any]]) -> None:
+    ranks[1]["caught"] = None
+
+
+def stopped_late(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        rank["caught"] = {**rank["caught"], "step": 4}
+
+
 FAULTS = [
     (differ_in("replicated", "exp_avg"), "replicated_is_identical", "exp_avg from step 1"),
     (differ_in("replicated", "exp_avg_sq"), "replicated_is_identical", "exp_avg_sq from step 1"),
@@ -117,6 +139,11 @@ FAULTS = [
     (agree_at_the_end("exp_avg_sq", SAME), "mistake_has_diverged", "exp_avg_sq are identical"),
     (agree_at_the_end("parameters", ONE_BIT), "mistake_has_diverged", "by only 1.0e-09"),
     (agree_at_the_end("parameters", FAR | {"max_abs": math.nan}), "mistake_has_diverged", "nan"),
+    (audit_says("ddp", "diverged"), "audits_say_so", 'ddp: "all is diverged"'),
+    (audit_says("sharded", "replicated"), "audits_say_so", "must not say so of sharded:"),
+    (audit_says("mistake", "replicated"), "audits_say_so", "must not say so of mistake:"),
+    (not_stopped, "audit_stops_the_mistake", "must stop at step 2, not [2, None]"),
+    (stopped_late, "audit_stops_the_mistake", "must stop at step 2, not [4, 4]"),
 ]
 
 

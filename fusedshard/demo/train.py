@@ -29,6 +29,7 @@ STATE_DTYPES = {**DTYPES, "8bit": torch.uint8}
 Range = tuple[int, int, int]  # parameter index, first element, element after the last
 # Not worth timing: first touches of memory, and DDP rebuilds its buckets after the first step.
 UNTIMED_STEPS = 3
+AUDIT_EVERY = 10  # of a run of the mistake that is to be stopped
 EXACT_PROBES = 5  # the first steps, each of which is compared between the ranks
 SPARSE_PROBES = 25  # and about as many later ones
 
@@ -84,6 +85,7 @@ class Trained:
         held: elements of exp_avg that this rank holds, by parameter.
         owned: (parameter, start, stop) of the elements that are this rank's where state is sharded.
         buckets: (parameter, start, stop) of what each of fusedshard's buckets holds.
+        audit: what `fusedshard.audit` says after the last step: kind, ok and headline.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -97,6 +99,7 @@ class Trained:
     held: list[int] = field(default_factory=list)
     owned: list[Range] = field(default_factory=list)
     buckets: list[list[Range]] = field(default_factory=list)
+    audit: dict[str, Any] = field(default_factory=dict)
 
 
 class Meter(Protocol):
@@ -125,7 +128,9 @@ class FusedMeter:
         return seconds, sent
 
 
-def build(variant: str, settings: Settings) -> tuple[nn.Module, torch.optim.Optimizer, Meter]:
+def build(
+    variant: str, settings: Settings, audit_every: int = 0
+) -> tuple[nn.Module, torch.optim.Optimizer, Meter]:
     """The variant's model, with the same initial weights for all, its optimizer and meter."""
     torch.manual_seed(settings.seed)
     model = GPT(settings.width, settings.depth, settings.heads, settings.context)
@@ -135,7 +140,7 @@ def build(variant: str, settings: Settings) -> tuple[nn.Module, torch.optim.Opti
         ddp = DistributedDataParallel(model, bucket_cap_mb=settings.bucket_cap_mb)
         return ddp, torch_adamw(list(model.parameters()), **usual), DDPMeter(ddp)
     optimizer = fusedshard.AdamW(
-        model.parameters(),
+        model.named_parameters(),
         mode="sharded" if variant == "sharded" else "replicated",
         # The mistake: this says that gradients are averaged already, and nobody has done it.
         grad_sync="external" if variant == "mistake" else "backward",
@@ -143,6 +148,7 @@ def build(variant: str, settings: Settings) -> tuple[nn.Module, torch.optim.Opti
         bucket_cap_mb=settings.bucket_cap_mb,
         state_dtype=STATE_DTYPES[settings.state_dtype],
         seed=settings.seed,
+        audit_every=audit_every,
         **usual,
     )
     return model, optimizer, FusedMeter(optimizer)
@@ -159,9 +165,7 @@ def train(
 ) -> Trained:
     """Train one variant on this rank. Collective; calls `on_step(step, loss)` after each step."""
     model, optimizer, meter = build(variant, settings)
-    batches = Batches(
-        text, dist.get_rank(), settings.ranks, settings.seed, settings.batch, settings.context
-    )
+    batches = batches_of(settings, text)
     trained = Trained()
     parameters = list(model.parameters())
     probed = set(probe_steps(settings.steps))
@@ -176,7 +180,16 @@ def train(
             )
         on_step(step, loss)
     record_state(trained, parameters, optimizer)
+    found = fusedshard.audit(optimizer, model)
+    trained.audit = {"kind": found.kind, "ok": found.ok, "headline": found.headline}
     return trained
+
+
+def batches_of(settings: Settings, text: bytes) -> Batches:
+    """This rank's."""
+    return Batches(
+        text, dist.get_rank(), settings.ranks, settings.seed, settings.batch, settings.context
+    )
 
 
 def timed_step(
@@ -292,6 +305,26 @@ def describe_layout(layout: Layout, rank: int) -> tuple[list[Range], list[list[R
     return owned, buckets
 
 
+def catch_mistake(settings: Settings, text: bytes) -> dict[str, Any] | None:
+    """Train the mistake with audits, which must stop it: what this rank was told, or None.
+    Collective."""
+    every = audit_every(settings)
+    model, optimizer, _ = build("mistake", settings, every)
+    batches = batches_of(settings, text)
+    try:
+        for _ in range(2 * every):
+            model(*batches.next()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    except fusedshard.DivergenceError as error:
+        return {"step": error.step, "part": error.part, "message": str(error)}
+    return None
+
+
+def audit_every(settings: Settings) -> int:
+    return min(AUDIT_EVERY, settings.steps)
+
+
 def run_variants(
     settings: Settings, text: bytes, on_step: Callable[[str, int, float], None]
 ) -> dict[str, Any]:
@@ -299,7 +332,7 @@ def run_variants(
 
     Calls `on_step(variant, step, loss)`. The result holds plain numbers only: what `Trained`
     holds but for its tensors, and in their place the differences from DDP's parameters, and
-    between sharded and replicated in parameters and state.
+    between sharded and replicated in parameters and state; and how the mistake was caught.
     """
     runs = {
         variant: train(variant, settings, text, partial(on_step, variant)) for variant in VARIANTS
@@ -311,6 +344,7 @@ def run_variants(
     return {
         "variants": {variant: plain(run, runs["ddp"]) for variant, run in runs.items()},
         "sharded_vs_replicated": {name: asdict(found) for name, found in equality.items()},
+        "caught": catch_mistake(settings, text),
     }
 
 
@@ -330,4 +364,5 @@ def plain(run: Trained, ddp: Trained) -> dict[str, Any]:
         "held": run.held,
         "owned": run.owned,
         "buckets": run.buckets,
+        "audit": run.audit,
     }

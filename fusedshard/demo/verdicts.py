@@ -10,6 +10,13 @@ from typing import Any
 Report = dict[str, Any]  # see report.summarize
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTERS = "master_weights"
+# The kinds that `fusedshard.audit` must find.
+AUDITED = {
+    "ddp": "replicated",
+    "replicated": "replicated",
+    "sharded": "sharded",
+    "mistake": "diverged",
+}
 LOSS_TOLERANCES = {"fp32": 0.01, "bf16": 0.01, "8bit": 0.02}  # by the moments' format
 
 
@@ -31,6 +38,8 @@ def judge(report: Report) -> list[Verdict]:
         sharded_equals_replicated(report),
         replicated_matches_ddp(report),
         mistake_has_diverged(report),
+        audits_say_so(report),
+        audit_stops_the_mistake(report),
     ]
 
 
@@ -172,6 +181,29 @@ def _orders_above_ddp(report: Report, gap: float) -> str:
         return ""
     orders = math.log10(gap / rounding)
     return f": {orders:.1f} orders of magnitude more than replicated differs from DDP"
+
+
+def audits_say_so(report: Report) -> Verdict:
+    """`fusedshard.audit`, which knows nothing of the variants, finds of each what it must be."""
+    found = {variant: of_job["audit"] for variant, of_job in report["variants"].items()}
+    broken = [variant for variant, audit in found.items() if audit["kind"] != AUDITED[variant]]
+    said = "; ".join(f'{variant}: "{audit["headline"]}"' for variant, audit in found.items())
+    text = f"fusedshard.audit says of {said}"
+    if broken:
+        text = f"fusedshard.audit must not say so of {_listed(broken)}: {said}"
+    return Verdict("audits_say_so", not broken, text, found)
+
+
+def audit_stops_the_mistake(report: Report) -> Verdict:
+    """At the first audit, on every rank."""
+    caught = report["caught"]
+    every, by_rank = caught["audit_every"], caught["by_rank"]
+    steps = [told["step"] if told else None for told in by_rank]
+    ok = steps == [every] * len(by_rank)
+    text = f"mistake with audit_every={every}: every rank must stop at step {every}, not {steps}"
+    if ok:
+        text = f"mistake with audit_every={every}: every rank stops: {by_rank[0]['message']}"
+    return Verdict("audit_stops_the_mistake", ok, text, caught)
 
 
 def count_gaps_and_overlaps(
