@@ -4,13 +4,17 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+# OpenMP reads it when torch is imported. More threads than cores run at times: waiting ones that
+# spin would keep the others from working.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Rank processes on one machine talk over loopback, whatever its host name resolves to.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+
+# isort: split
 import emulation
 import pytest
 from emulated_backend import emulated_kernels
 from ranks import RankPool
-
-# Rank processes on one machine talk over loopback, whatever its host name resolves to.
-os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 @pytest.fixture(scope="session")

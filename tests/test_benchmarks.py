@@ -179,18 +179,13 @@ def check_step(folder: Path, printed: str) -> dict[str, Any]:
 
 
 @needs_fsdp_on_cpus
-def test_step_under_torchrun(tmp_path: Path) -> None:
+def test_step_under_torchrun_counts_state_and_traffic(tmp_path: Path) -> None:
     options = ("--steps", "2", "--batch", "2", "--threads", "2", "--repeats", "1")
     printed = run(tmp_path, *TORCHRUN, str(BENCHMARKS / "bench_step.py"), *options)
-    check_step(tmp_path, printed)
+    rows = check_step(tmp_path, printed)
     settings = only_report(tmp_path, "step_2_ranks")["settings"]
     assert (settings["batch"], settings["threads"]) == (2, 2)
     assert settings["steps_of_each"] == 2 * (1 + 1), "a round that is not counted, then one"
-
-
-@needs_fsdp_on_cpus
-def test_step_counts_state_and_traffic(tmp_path: Path) -> None:
-    rows = check_step(tmp_path, run(tmp_path, str(BENCHMARKS / "bench_step.py")))
     parameters = rows["parameters"]
     moments, padding = 8 * parameters, 1.02
     for name in ("DDP + AdamW fused", "fusedshard replicated, ordered"):
@@ -222,6 +217,20 @@ def test_comm(tmp_path: Path) -> None:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return partial(load_module, monkeypatch)
+
+
+def test_step_starts_ranks_where_torchrun_does_not(
+    module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of the other benchmarks, which are run here."""
+    step, started = module("bench_step"), []
+    monkeypatch.setattr(step, "run_ranks", lambda *call: started.append(call))
+    for options, wanted in (([], [2]), (["--ranks", "3", "1"], [3, 1])):
+        started.clear()
+        monkeypatch.setattr("sys.argv", ["bench_step.py", "--quick", *options])
+        step.main()
+        assert [(ranks, work) for ranks, work, _ in started] == [(r, step.measure) for r in wanted]
+        assert all(args.batch == 1 and args.steps == 3 for *_, args in started)
 
 
 def test_interleaving_gives_every_variant_every_place(module: Any) -> None:

@@ -95,10 +95,11 @@ def test_update_of_odd_values(formats: Formats, seed: int | None) -> None:
         assert differing(ours, theirs) == [], step
 
 
-@pytest.mark.parametrize("numel", [1, 7, 127, 128, 129, 511, 513, 170_003])
+@pytest.mark.parametrize("numel", [1, 7, 127, 128, 129, 511, 513, 100_003])
 @each_format
 def test_bits_are_those_of_every_way_to_run(formats: Formats, numel: int) -> None:
-    """Instruction sets, threads, and shards of 1, 2 and 3 ranks, cut within vectors' reach."""
+    """Instruction sets, threads (of which one takes 2^15 elements at least), and shards of 1, 2 and 3
+    ranks, cut within vectors' reach."""
     numel = min(numel, EMULATED_NUMEL) if is_emulated() else numel
     start = fresh_mixed(weights(numel), formats, amsgrad=True, seed=SEED)
     group = ADAMW._replace(amsgrad=True)
@@ -108,7 +109,7 @@ def test_bits_are_those_of_every_way_to_run(formats: Formats, numel: int) -> Non
         mixed_reference_(want, grad, group, Place(step))
     ranks = (1, 2, 3) if numel < 1000 else (1, 3)
     all_cuts = [[numel * r // n // 128 * 128 for r in range(1, n)] for n in ranks]
-    for (variant, threads), cuts in itertools.product(ways_to_run((1, 2, 5)), all_cuts):
+    for (variant, threads), cuts in itertools.product(ways_to_run((1, 3)), all_cuts):
         state = copy_of(start)
         with running_on(variant, threads):
             for step, grad in enumerate(grads, 1):

@@ -52,10 +52,26 @@ def test_every_module_is_in_it() -> None:
             assert path.name in table, f"{path.name} is not in README.md"
 
 
-def test_every_test_in_the_table_of_traps_exists() -> None:
-    tests = ROOT / "tests"
-    named = re.findall(r"`(\w+)::(\w+)`", (tests / "TRAPS.md").read_text())
-    assert len(named) > 100
+def named_in(text: str) -> list[tuple[str, str]]:
+    """Modules and names of tests, each of which exists."""
+    named: list[tuple[str, str]] = re.findall(r"`(\w+)::(\w+)`", text)
     for module, name in named:
-        source = (tests / f"test_{module}.py").read_text()
-        assert f"def test_{name}(" in source, f"TRAPS.md names {module}::{name}"
+        source = (ROOT / f"tests/test_{module}.py").read_text()
+        assert f"def test_{name}(" in source, f"{module}::{name} is named, but does not exist"
+    return named
+
+
+def test_every_test_in_the_table_of_traps_exists() -> None:
+    assert len(named_in((ROOT / "tests/TRAPS.md").read_text())) > 100
+
+
+def test_every_guarantee_has_its_test_and_every_test_its_guarantee() -> None:
+    section = README[README.index("## Determinism") : README.index("## Memory")]
+    _, _, *rows = re.findall(r"^\|.*\|$", section, re.MULTILINE)
+    assert len(rows) > 10
+    for row in rows:
+        what, _, tests = row.strip("|").split("|")
+        assert named_in(tests), f"no test is named for {what.strip()}"
+    named = {name for module, name in named_in(section) if module == "guarantees"}
+    source = (ROOT / "tests/test_guarantees.py").read_text()
+    assert named == set(re.findall(r"^def test_(\w+)", source, re.MULTILINE))
