@@ -26,7 +26,7 @@ from consistency_jobs import AUDITED_JOBS, ORDER_JOBS, RANK_JOBS, TWO_RANK_JOBS,
 from consistency_plot import plot
 from consistency_train import train_all
 from harness import run_ranks
-from record import add_common_options, header, open_console, write
+from record import add_run_options, header, open_console, write
 from rich.console import Console
 from rich.table import Table
 
@@ -95,7 +95,7 @@ def parse() -> argparse.Namespace:
         "--parts", choices=PARTS, nargs="+", default=PARTS,
         help="run these, and keep what the report in the folder has of the others",
     )  # fmt: skip
-    add_common_options(parser)
+    add_run_options(parser)
     args = parser.parse_args()
     small = args.quick
     args.steps = args.steps or (12 if small else 2000)
@@ -114,8 +114,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "order": (args.order_ranks, (train_all, ORDER_JOBS)),
     }
     report = header("consistency", args)
+    del report["settings"]["parts"]  # told by what was made when
     made = {name: report[name] for name in ("date", "commit")}
     kept = {} if set(args.parts) == set(PARTS) else json.loads(path_of(args).read_text())
+    if kept and kept["settings"] != report["settings"]:
+        sys.exit(f"{path_of(args)} was made with other settings: run all parts")
     report["made"] = kept.get("made", {}) | dict.fromkeys(args.parts, made)
     report |= {part: kept[part] for part in PARTS if part not in args.parts}
     for ranks in sorted({args.ranks, args.order_ranks}):

@@ -62,8 +62,15 @@ def bars_table(bars: Sequence[Bar], *, quick: bool) -> Table:
     return table
 
 
-def add_common_options(parser: argparse.ArgumentParser) -> None:
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Of every benchmark."""
     parser.add_argument("--quick", action="store_true", help="small, only to see that it runs")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the JSON")
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Of those that take times."""
+    add_run_options(parser)
     parser.add_argument("--repeats", type=int, help="rounds that are counted")
     parser.add_argument(
         "--idle-wait",
@@ -72,7 +79,6 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="begin each round when other processes are idle, after this long at the latest",
     )
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the JSON")
 
 
 def header(benchmark: str, args: argparse.Namespace) -> dict[str, Any]:
