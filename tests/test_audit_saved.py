@@ -8,7 +8,7 @@ import pickle
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -313,13 +313,30 @@ def test_a_sound_folder(originals: Path) -> None:
     assert [share.size for share in part.shares] == [(6, 16), (6, 16), (5, 16)]
 
 
-def test_a_file_that_is_missing(saved: Path) -> None:
+def test_a_file_that_is_missing(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (saved / "folder" / "__1_0.distcp").unlink()
     report = audit(saved / "folder")
     assert report.kind == "misowned"
     assert report.ranks[1] == "__1_0.distcp (missing)"
     [gap] = part_of(report, WEIGHT, "exp_avg").gaps
     assert (gap.offset, gap.size) == ((6, 0), (6, 16))
+    # What was in no other file is not overlooked: a step count is in one.
+    lost = set(lost_with(saved / "folder", "__1_0.distcp"))
+    assert ("4.weight", "step") in lost and faults(report) == lost
+    assert part_of(report, "4.weight", "step").gap_elements == 1
+    assert cli.main(["audit", str(saved / "folder")]) == 1
+    printed = capsys.readouterr().out
+    assert "files: __0_0.distcp, __1_0.distcp (missing), __2_0.distcp" in printed
+
+
+def lost_with(folder: Path, file: str) -> Iterator[tuple[str, str]]:
+    """Parameters and parts of which a file has any."""
+    reader = dcp.FileSystemReader(folder)  # type: ignore[attr-defined]
+    for place, info in reader.read_metadata().storage_data.items():
+        kind, _, name = place.fqn.partition(".")
+        if info.relative_path == file and place.offset is not None:
+            _, number, part = name.split(".") if kind == "optimizer" else ("", "", "param")
+            yield NAMES[int(number)] if number else name or kind, part
 
 
 def stored(folder: Path, name: str) -> Any:

@@ -59,7 +59,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         require_packages("rich", *(["matplotlib"] if arguments.plot else []))
         report = compare(*read(arguments.paths))
-        make_console().print(words.table(report, every=arguments.all))
+        console = make_console()
+        console.print(words.table(report, every=arguments.all))
+        console.print(f"files: {', '.join(report.ranks)}", markup=False)
         if arguments.json:
             arguments.json.write_text(report.to_json() + "\n")
         if arguments.plot:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusedshard.auditing.contents import UnusableFile, check_holds_state, find
-from fusedshard.auditing.pieces import PARAM, Held, Inventory, ParamInfo, Piece, dtype_name
+from fusedshard.auditing.pieces import PARAM, Held, Index, Inventory, ParamInfo, Piece, dtype_name
 from fusedshard.auditing.placing import list_arrays
 
 INDEX = ".metadata"
@@ -55,20 +55,28 @@ def read(path: Path) -> tuple[list[Inventory], list[str]]:
     held: dict[str, list[Held]] = {file: [] for file in folder.files}
     for name, whole in wholes.items():
         array = arrays.get(id(whole), (name, PARAM))
-        for chunk in folder.tensors[name].chunks:
-            file = folder.file_of(name, chunk)
-            if file and folder.chunk(name, chunk) is not None and whole.numel():
-                held[file].append(_held(array, whole, chunk))
+        sound = [c for c in folder.tensors[name].chunks if folder.chunk(name, c) is not None]
+        for chunk in sound if whole.numel() else ():
+            box = tuple(chunk.offsets), tuple(chunk.sizes)
+            held[folder.file_of(name, chunk)].append(_held(array, whole, *box))
+        if whole.numel() and not sound:
+            held[folder.files[0]].append(_nothing(array, whole))
     names = [file + folder.trouble(file) for file in folder.files]
     return [Inventory(params, ours, listing.buffers) for ours in held.values()], names
 
 
-def _held(array: tuple[str, str], whole: torch.Tensor, chunk: Any) -> Held:
-    offset, size = tuple(chunk.offsets), tuple(chunk.sizes)
+def _held(array: tuple[str, str], whole: torch.Tensor, offset: Index, size: Index) -> Held:
     dtype = dtype_name(whole.dtype)
     piece = Piece(*array, tuple(whole.shape), offset, size, dtype, 1, tuple(whole.stride()))
     # There is no copy to compare its bits with, so that they need not stay.
     return Held(piece, torch.empty(0, dtype=whole.dtype))
+
+
+def _nothing(array: tuple[str, str], whole: torch.Tensor) -> Held:
+    """None of an array, so that all of it is found to be missing."""
+    whole = whole.reshape(1) if whole.dim() == 0 else whole
+    nowhere = (0,) * whole.dim()
+    return _held(array, whole, nowhere, nowhere)
 
 
 def load(path: Path) -> Any:
