@@ -1,7 +1,8 @@
 """Real gloo ranks for tests: started once, then handed functions.
 
-Importing torch costs seconds, so the processes stay. A function for them must be importable by
-name (module level of a test module); its first argument is a `Rank`.
+Importing torch costs seconds, so the processes stay, and those of other pools share one import. A
+function for them must be importable by name (module level of a test module); its first argument is
+a `Rank`.
 """
 
 from __future__ import annotations
@@ -44,10 +45,17 @@ class RanksFailed(AssertionError):
 
 
 class RankPool:
-    """`MAX_RANKS` processes in one gloo world; groups of the first 1, 2, ... of them."""
+    """`MAX_RANKS` processes in one gloo world; groups of the first 1, 2, ... of them.
 
-    def __init__(self, scratch: Path) -> None:
+    Args:
+        scratch: where they meet.
+        fresh: whether each imports torch itself, in this process's environment of the moment,
+            instead of being forked off one process that has.
+    """
+
+    def __init__(self, scratch: Path, *, fresh: bool = False) -> None:
         self._scratch = scratch
+        self._context: Any = multiprocessing.get_context("spawn" if fresh else "forkserver")
         self._started = self._calls = 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -80,11 +88,11 @@ class RankPool:
 
     def _start(self) -> None:
         self._started += 1
-        context = multiprocessing.get_context("spawn")
+        self._context.set_forkserver_preload(["fusedshard"])
         rendezvous = self._scratch / f"rendezvous-{self._started}"
         for rank in range(MAX_RANKS):
-            ours, theirs = context.Pipe()
-            process = context.Process(
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(
                 target=_serve, args=(rank, f"file://{rendezvous}", theirs, sys.path), daemon=True
             )
             process.start()

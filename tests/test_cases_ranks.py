@@ -231,7 +231,7 @@ def _dst_12_job(side: Side) -> tuple[list[tuple[str, str, str]], list[Any]]:
 @pytest.fixture(scope="module")
 def debugged_ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     """Fresh ranks whose torch.distributed checks and logs all it can."""
-    pool = RankPool(tmp_path_factory.mktemp("debugged"))
+    pool = RankPool(tmp_path_factory.mktemp("debugged"), fresh=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
         pool.run(1, _check_debug_level)
@@ -254,7 +254,7 @@ def test_dst_13_under_debug(debugged_ranks: RankPool, variant: Variant, dtype: t
 @pytest.fixture(scope="module")
 def launches(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
     """What two sets of processes give, by world size and variant; the second are fresh."""
-    fresh = RankPool(tmp_path_factory.mktemp("launch"))
+    fresh = RankPool(tmp_path_factory.mktemp("launch"), fresh=True)
     try:
         return [
             {

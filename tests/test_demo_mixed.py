@@ -20,7 +20,7 @@ from fusedshard.demo.model import load_corpus, standard_library
 from fusedshard.demo.train import VARIANTS, Settings, run_variants
 from fusedshard.display import PLAIN_WIDTH
 
-STEPS = 20
+STEPS = 14
 FORMATS = [("bf16", "fp32"), ("bf16", "bf16"), ("bf16", "8bit"), ("fp32", "8bit")]
 MOMENT_BYTES = {"fp32": 8.0, "bf16": 4.0, "8bit": 2.1}
 

@@ -92,6 +92,12 @@ def test_modes_ways_to_exchange_and_buckets(ranks: RankPool, grad_sync: str, mod
         assert_same_bits(result, want)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_audits_on_the_way(ranks: RankPool, mode: str) -> None:
+    for result in ranks.run(3, train, {"mode": mode, "audit_every": 1}):
+        assert_same_bits(result, plain_torch(3))
+
+
 @pytest.mark.parametrize(
     ("options", "wait"),
     [

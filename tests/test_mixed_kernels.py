@@ -98,8 +98,8 @@ def test_update_of_odd_values(formats: Formats, seed: int | None) -> None:
 @pytest.mark.parametrize("numel", [1, 7, 127, 128, 129, 511, 513, 100_003])
 @each_format
 def test_bits_are_those_of_every_way_to_run(formats: Formats, numel: int) -> None:
-    """Instruction sets, threads (of which one takes 2^15 elements at least), and shards of 1, 2 and
-    3 ranks, cut within vectors' reach."""
+    """Instruction sets, threads (one takes 2^15 elements at least), and shards of 1, 2 and 3 ranks,
+    cut within vectors' reach."""
     numel = min(numel, EMULATED_NUMEL) if is_emulated() else numel
     start = fresh_mixed(weights(numel), formats, amsgrad=True, seed=SEED)
     group = ADAMW._replace(amsgrad=True)
