@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 # isort: split
 import emulation
 import pytest
+import saved_jobs
 from emulated_backend import emulated_kernels
 from ranks import RankPool
 
@@ -48,3 +50,17 @@ def _away_from_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     """Processes that tests start put their folder on sys.path: it must not hold our sources, or
     they would import these and not what is installed."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def originals(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What jobs of three ranks saved, see `saved_jobs`."""
+    folder = tmp_path_factory.mktemp("saved")
+    ranks.run(saved_jobs.RANKS, saved_jobs.save_all, folder)
+    return folder
+
+
+@pytest.fixture
+def saved(originals: Path, tmp_path: Path) -> Path:
+    """Copies of them, to be spoilt."""
+    return shutil.copytree(originals, tmp_path / "saved")

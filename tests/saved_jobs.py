@@ -1,7 +1,8 @@
-"""What jobs of several ranks save, for tests of the audit of files."""
+"""What jobs of several ranks save, and ways to spoil it, for tests of the audit of files."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,14 @@ import torch.distributed.checkpoint as dcp
 from ranks import Rank
 
 import fusedshard
+from fusedshard import AuditReport
+from fusedshard.auditing.local import compare
+from fusedshard.auditing.report import PartReport
+from fusedshard.auditing.saved import read
+
+WEIGHT = "2.weight"  # 17 x 16, of the first linear layer
+NAMES = ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]
+RANKS = 3
 
 
 def save_all(rank: Rank, folder: Path) -> None:
@@ -69,3 +78,40 @@ def _replicated(rank: Rank) -> audited.Job:
     return model, fusedshard.AdamW(
         model.parameters(), mode="replicated", state_dtype=torch.bfloat16, process_group=rank.group
     )
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [folder / f"rank{rank}.pt" for rank in range(RANKS)]
+
+
+def audit(*paths: Path) -> AuditReport:
+    return compare(*read(paths))
+
+
+def change(path: Path, how: Callable[[Any], Any]) -> None:
+    content = torch.load(path, weights_only=True)
+    how(content)
+    torch.save(content, path)
+
+
+def part_of(report: AuditReport, name: str, part: str) -> PartReport:
+    found = next(p for p in report.parameters if p.name == name)
+    return next(p for p in found.parts if p.part == part)
+
+
+def faults(report: AuditReport) -> set[tuple[str, str]]:
+    return {(p.name, part.part) for p in report.parameters for part in p.parts if not part.ok}
+
+
+def flip(content: Any) -> None:
+    number = NAMES.index(WEIGHT)
+    content["optimizer"]["state"][number]["exp_avg"].view(torch.int32)[3, 5] ^= 1
+
+
+def optimizer_dict(**options: Any) -> dict[str, Any]:
+    state = {number: {"step": 4, "exp_avg": torch.arange(6.0) + number} for number in range(2)}
+    return {"state": state, "param_groups": [{"params": [0, 1], "lr": 0.1, **options}]}
+
+
+def entries(**shapes: Sequence[int]) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(*shape) for name, shape in shapes.items()}
