@@ -13,9 +13,9 @@ from ranks import Rank
 
 import fusedshard
 from fusedshard import AuditReport
+from fusedshard.auditing.files.saved import read
 from fusedshard.auditing.local import compare
 from fusedshard.auditing.report import PartReport
-from fusedshard.auditing.saved import read
 
 WEIGHT = "2.weight"  # 17 x 16, of the first linear layer
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"]

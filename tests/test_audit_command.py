@@ -25,7 +25,7 @@ from saved_jobs import (
 )
 
 from fusedshard import cli
-from fusedshard.auditing.contents import UnusableFile
+from fusedshard.auditing.files.contents import UnusableFile
 
 # -- what is refused ------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from saved_jobs import (
 )
 
 from fusedshard import cli
-from fusedshard.auditing.contents import UnusableFile
+from fusedshard.auditing.files.contents import UnusableFile
 
 
 def test_a_sound_folder(originals: Path) -> None:

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from fusedshard.auditing import words
-from fusedshard.auditing.contents import UnusableFile
+from fusedshard.auditing.files.contents import UnusableFile
+from fusedshard.auditing.files.saved import read
 from fusedshard.auditing.local import compare
-from fusedshard.auditing.saved import read
 from fusedshard.display import make_console, require_packages
 
 DESCRIPTION = """\

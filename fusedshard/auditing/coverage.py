@@ -33,6 +33,8 @@ def cover(shape: Index, held: Sequence[tuple[int, Piece]], copies: int) -> Cover
         held: ranks, and a piece of each; a rank may have several.
         copies: at least 1.
     """
+    if len(held) == copies and all(piece.size == shape for _, piece in held):
+        return Coverage((), (), 0, 0)
     cuts = [_cuts(dim, shape, held) for dim in range(len(shape))]
     counts = _counts(cuts, held)
     gaps, gap_elements = _regions(cuts, counts < copies, held)

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from fusedshard.auditing.contents import Contents, UnusableFile, is_buffer
-from fusedshard.auditing.dtensors import held_in_dtensor, is_dtensor
+from fusedshard.auditing.files.contents import Contents, UnusableFile, is_buffer
+from fusedshard.auditing.files.dtensors import held_in_dtensor, is_dtensor
+from fusedshard.auditing.files.naming import Names, full_name, name_parameters
 from fusedshard.auditing.inventory import held_in
-from fusedshard.auditing.naming import Names, full_name, name_parameters
 from fusedshard.auditing.pieces import PARAM, Held, Index, Inventory, ParamInfo, stretch
 from fusedshard.checkpoint import MASTERS, MOMENTS
 

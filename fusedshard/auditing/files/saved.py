@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusedshard.auditing import folders
-from fusedshard.auditing.contents import Contents, UnusableFile, check_holds_state, find
+from fusedshard.auditing.files import folders
+from fusedshard.auditing.files.contents import Contents, UnusableFile, check_holds_state, find
+from fusedshard.auditing.files.placing import list_arrays, place
 from fusedshard.auditing.pieces import Inventory
-from fusedshard.auditing.placing import list_arrays, place
 
 
 def read(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Inventory], list[str]]:

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from fusedshard.auditing.contents import UnusableFile, check_holds_state, find
+from fusedshard.auditing.files.contents import UnusableFile, check_holds_state, find
+from fusedshard.auditing.files.placing import list_arrays
 from fusedshard.auditing.pieces import PARAM, Held, Index, Inventory, ParamInfo, Piece, dtype_name
-from fusedshard.auditing.placing import list_arrays
 
 INDEX = ".metadata"
 # What an index is made of: its pickle may name nothing else.

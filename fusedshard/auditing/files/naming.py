@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from fusedshard.auditing.contents import Contents, Key, SavedOptimizer, is_buffer
+from fusedshard.auditing.files.contents import Contents, Key, SavedOptimizer, is_buffer
 from fusedshard.auditing.pieces import Index
 from fusedshard.dense import is_wrapper
 
