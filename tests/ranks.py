@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import datetime
 import multiprocessing
+import os
 import pickle
 import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -88,7 +90,7 @@ class RankPool:
 
     def _start(self) -> None:
         self._started += 1
-        self._context.set_forkserver_preload(["fusedshard"])
+        _start_server(self._context, self._scratch)
         rendezvous = self._scratch / f"rendezvous-{self._started}"
         for rank in range(MAX_RANKS):
             ours, theirs = self._context.Pipe()
@@ -115,6 +117,17 @@ class RankPool:
                 except EOFError:
                     answers[rank] = (False, "the process died")
         return answers
+
+
+def _start_server(context: Any, folder: Path) -> None:
+    """It imports from the folder that it is started in, too, which must not hold our sources."""
+    context.set_forkserver_preload(["fusedshard"])
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(before)
 
 
 def _serve(rank: int, init_method: str, pipe: Connection, path: list[str]) -> None:
