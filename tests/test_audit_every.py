@@ -46,6 +46,27 @@ def test_gradients_that_nobody_averaged(ranks: RankPool, mode: str, every: int) 
     assert "DistributedDataParallel" in text and f"step {every}" in text
 
 
+def _goes_on(rank: Rank) -> tuple[Any, ...]:
+    """A step that was stopped was not taken: the one in its place is audited, too."""
+    model, optimizer = audited.ours(rank, mode="replicated", grad_sync="external", audit_every=3)
+    audited.train(rank, model, optimizer, steps=2)
+    errors = [diverged(lambda: audited.train(rank, model, optimizer, steps=1)) for _ in range(2)]
+    averaged = audited.small_model()
+    data = Rank(0, rank.world_size, rank.group)  # the same on every rank
+    audited.train(data, averaged, torch.optim.SGD(averaged.parameters(), lr=0.0), steps=1)
+    for param, other in zip(model.parameters(), averaged.parameters(), strict=True):
+        param.grad = other.grad
+        param.data.copy_(other)
+        optimizer.state[param]["exp_avg"].zero_()
+        optimizer.state[param]["exp_avg_sq"].zero_()
+    optimizer.step()
+    return tuple(error.step for error in errors)
+
+
+def test_the_step_in_place_of_one_that_was_stopped(ranks: RankPool) -> None:
+    assert ranks.run(2, _goes_on) == [(3, 3)] * 2
+
+
 def _averages_after_the_step(rank: Rank) -> tuple[int, str]:
     model, optimizer = audited.ours(rank, mode="replicated", grad_sync="external", audit_every=2)
 

@@ -78,12 +78,14 @@ def test_complex_parameters(ranks: RankPool) -> None:
 
 def _before_the_first_step(rank: Rank) -> list[str]:
     jobs = [audited.ddp, audited.zero, audited.fsdp2, audited.ours]
-    return [fusedshard.audit(*job(rank)[::-1], process_group=rank.group).kind for job in jobs]
+    return [str(fusedshard.audit(*job(rank)[::-1], process_group=rank.group)) for job in jobs]
 
 
 def test_before_the_first_step(ranks: RankPool) -> None:
-    kinds = ["replicated", "replicated", "sharded", "sharded"]
-    assert ranks.run(2, _before_the_first_step) == [kinds] * 2
+    """Ours has its moments, of zeros, from the beginning."""
+    none, once = "no optimizer state yet; parameters: ", "sharded, each element owned once"
+    said = [none + "replicated, identical", none + "replicated, identical", none + once, once]
+    assert ranks.run(2, _before_the_first_step) == [said] * 2
 
 
 def _hybrid(rank: Rank, spoil: bool) -> AuditReport:
@@ -139,6 +141,8 @@ def _spoiled(rank: Rank, what: str) -> AuditReport:
         state["exp_avg"] = torch.zeros(3)
     elif what == "step" and rank.rank == 1:
         state["step"] += 1
+    elif what == "lr" and rank.rank == 1:
+        optimizer.param_groups[0]["lr"] = 0.5
     elif what == "numbers":
         state["step"] = int(state["step"])
         state["seen"] = {"losses": [1.5, float(rank.rank == 1)]}
@@ -151,13 +155,17 @@ def _spoiled(rank: Rank, what: str) -> AuditReport:
         ("strides", "exp_avg", "identical", ""),
         ("missing", "exp_avg_sq", "missing", "not on rank 1"),
         ("shape", "exp_avg", "different", "shape (3,) on rank 1"),
-        ("step", "step", "different", "4 for 3"),
-        ("numbers", "seen.losses.1", "different", "1 for 0"),
+        ("step", "step", "different", "4 here, 3 there"),
+        ("lr", "lr", "different", "hyperparameters; the first: lr of param_groups[0]: rank 1"),
+        ("numbers", "seen.losses.1", "different", "1 here, 0 there"),
     ],
 )
 def test_plain_state(ranks: RankPool, what: str, part: str, verdict: str, said: str) -> None:
     report = one_report(ranks.run(3, _spoiled, what))
-    assert part_of(report, WEIGHT, part).verdict == verdict
+    if part == "lr":
+        assert [p.part for p in report.groups[0].parts if not p.ok] == ["lr"]
+    else:
+        assert part_of(report, WEIGHT, part).verdict == verdict
     assert report.kind == ("replicated" if verdict == "identical" else "diverged")
     assert said in report.headline
     # Buffers are told, and do not count.
@@ -177,7 +185,7 @@ def _wrapped_state(rank: Rank) -> AuditReport:
 def test_other_optimizers_by_number(ranks: RankPool) -> None:
     """Weights of which nobody made sure that they are the same, without a model to name them."""
     report = one_report(ranks.run(2, _wrapped_state))
-    assert report.kind == "diverged" and "first param of parameter 0:" in report.headline
+    assert report.kind == "diverged" and "the first: param of parameter 0:" in report.headline
     assert part_of(report, "parameter 0", "momentum_buffer").ok
 
 

@@ -47,6 +47,7 @@ def take(optimizer: Any, model: Any, world_size: int) -> Inventory:
             if param in names:
                 for part, value in leaves(state):
                     held += held_in(names[param], part, value, world_size, copies)
+    held += [h for item in _settings(optimizer) for h in held_in(*item, world_size, world_size)]
     buffers = dict(_buffers(model))
     params += [ParamInfo(name, tuple(buffer.shape), False) for name, buffer in buffers.items()]
     for name, buffer in buffers.items():
@@ -111,6 +112,14 @@ def _buffers(model: torch.nn.Module | None) -> Iterator[tuple[str, torch.Tensor]
     if model is not None:
         for name, buffer in _unwrapped(model).named_buffers():
             yield _plain_name(name), buffer
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Numbers among the hyperparameters of each param group."""
+    for index, group in enumerate(optimizer.param_groups):
+        others = {key: value for key, value in group.items() if key != "params"}
+        for part, value in leaves(others):
+            yield f"param_groups[{index}]", part, value
 
 
 def _state_of(optimizer: Any) -> Mapping[Any, Mapping[str, Any]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusedshard.auditing.pieces import PARAM
 from fusedshard.auditing.report import DIFFERENT, MISSING, AuditReport, PartReport
+from fusedshard.display import require_packages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours: told apart with any kind of colour vision.
-HELD = ("#0072B2", "#56B4E9")  # ranks in turn
+HELD = "#0072B2"
 FAULTY = "#D55E00"
 TOO_MANY = "#000000"
 TOO_FEW = "#CC79A7"
@@ -34,6 +35,7 @@ LONGEST_NAME = 28
 
 def draw(report: AuditReport, path: Path) -> None:
     """Write the figure, 1600 by 1000 pixels."""
+    require_packages("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -59,6 +61,8 @@ def draw_holders(axes: Axes, report: AuditReport) -> None:
     line = raster.lay_out(report)
     pixels, marks = paint_holders(line, report.world_size)
     rows = len(pixels)
+    for rank in range(1, report.world_size):
+        axes.axhline(rank - 0.5, color="white", linewidth=2 if report.world_size <= 16 else 0.5)
     extent = (0, max(1, line.numel), rows - 0.5, -0.5)
     axes.imshow(pixels, extent=extent, aspect="auto", interpolation="nearest")
     ticks = {rank: shorten(report.ranks[rank]) for rank in _ticks(report.world_size)}
@@ -72,7 +76,8 @@ def draw_holders(axes: Axes, report: AuditReport) -> None:
     what = "optimizer state" if line.is_state else "parameters (there is no optimizer state)"
     axes.set_title(f"Who holds which of {line.numel:,} elements of {what}", loc="left")
     axes.set_xlabel(
-        "all arrays end to end, the largest parameters named; paler: some of a column's elements"
+        "all arrays end to end; named: large parameters, and those with faults; paler: some of a "
+        "column's elements"
     )
     handles = [Patch(color=colour, label=label) for colour, label in marks.items()]
     axes.legend(
@@ -86,12 +91,12 @@ def paint_holders(line: Any, world_size: int) -> tuple[np.ndarray, dict[str, str
 
     from fusedshard.auditing import raster
 
-    marks = {HELD[0]: "held"}
+    marks = {HELD: "held"}
     pixels = np.ones((world_size, COLUMNS, 3))
     for rank, stretches in enumerate(raster.held(line, world_size)):
         held = raster.coverage(stretches, line.numel, COLUMNS)
         shade = np.sqrt(held.clip(0, 1))[:, None]
-        pixels[rank] = 1 - shade * (1 - _rgb(HELD[rank % 2]))
+        pixels[rank] = 1 - shade * (1 - _rgb(HELD))
         for faults, colour, label in (
             (raster.differing(line, rank), FAULTY, "an array with a difference"),
             (raster.overlaps(line, rank), TOO_MANY, "held by too many"),
@@ -165,7 +170,7 @@ class Cell:
     def words(self) -> str:
         found = []
         if self.differing:
-            found.append(f"{self.largest:.1e}\nin {self.differing} of {self.compared}")
+            found.append(f"{self.largest:.1e}\nin {self.differing} of {self.compared} arrays")
         if self.lacking:
             found.append(f"lacks {self.lacking}")
         if self.unlike and not self.lacking:
@@ -191,7 +196,7 @@ def _parts(report: AuditReport) -> Iterator[tuple[str, PartReport]]:
             yield ("parameters" if part.part == PARAM else part.part), part
     for buffer in report.buffers:
         for part in buffer.parts:
-            yield "buffers", part
+            yield "buffers\n(do not count)", part
 
 
 def draw_differences(figure: Figure, axes: Axes, report: AuditReport) -> None:

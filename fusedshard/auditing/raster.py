@@ -138,12 +138,19 @@ def touched(stretches: Sequence[Stretch], numel: int, columns: int, least: int) 
 
 
 def labels(line: Line, most: int) -> Iterator[tuple[float, str]]:
-    """Middles and names of the parameters that take most room, in their order."""
+    """Middles and names, in their order, of the parameters with faults, and of those that take most
+    room."""
     extents: dict[str, tuple[int, int]] = {}
+    faulty = set()
     for array in line.arrays:
         start, _ = extents.get(array.parameter, (array.start, 0))
         extents[array.parameter] = start, array.start + math.prod(array.part.shape)
-    widest = sorted(extents, key=lambda name: extents[name][0] - extents[name][1])[:most]
+        faulty |= set() if array.part.ok else {array.parameter}
+    sizes = {name: stop - start for name, (start, stop) in extents.items()}
+    chosen = sorted(sizes, key=lambda name: (name not in faulty, -sizes[name]))[:most]
+    room, last = line.numel / 25, -math.inf
     for name, (start, stop) in extents.items():
-        if name in widest and (stop - start) * 25 >= line.numel:
-            yield (start + stop) / 2, name
+        middle = (start + stop) / 2
+        if name in chosen and (name in faulty or sizes[name] >= room) and middle - last >= room:
+            yield middle, name
+            last = middle

@@ -138,12 +138,15 @@ class AuditReport:
         parameters: what was found of each. Parameters are compared, too.
         buffers: the model's buffers (BatchNorm's statistics). They do not count in `ok`: each
             rank's are its own until somebody shares them.
+        groups: numbers among the hyperparameters of each param group: lr, betas, ...; they must
+            be the same on all ranks.
     """
 
     kind: str
     ranks: tuple[str, ...]
     parameters: tuple[ParameterReport, ...]
     buffers: tuple[ParameterReport, ...] = ()
+    groups: tuple[ParameterReport, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -161,12 +164,12 @@ class AuditReport:
 
         return words.headline(self)
 
-    def table(self) -> Table:
-        """What was found, as a rich table: what is alike in one row, what is wrong in rows of its
-        own. Needs rich."""
+    def table(self, *, every: bool = False) -> Table:
+        """What was found, as a rich table: parameters that follow each other and are alike in one
+        row, or ``every`` one in its own. Needs rich."""
         from fusedshard.auditing import words
 
-        return words.table(self)
+        return words.table(self, every=every)
 
     def to_json(self) -> str:
         """All of it as JSON text; numbers that are not finite as strings."""

@@ -80,7 +80,7 @@ def mismatches(arrays: Mapping[Array, Sequence[Holding]], world_size: int) -> li
     return [
         mismatch
         for array, held in arrays.items()
-        if _form_problem(held) == "" and copies[array] > 1
+        if len(_forms(held)) == 1 and copies[array] > 1
         for mismatch in _mismatches_of(array, held)
     ]
 
@@ -114,19 +114,25 @@ def judge(
         differences: what is behind each of the `mismatches`.
         ranks: what they are called.
     """
-    world_size = len(ranks)
     by_param: defaultdict[str, list[PartReport]] = defaultdict(list)
-    copies = wanted_copies(arrays, world_size)
+    copies = wanted_copies(arrays, len(ranks))
     for array, held in arrays.items():
         by_param[array[0]].append(
-            _judge_part(array[1], held, copies[array], differences.get(array, ()), world_size)
+            _judge_part(array[1], held, copies[array], differences.get(array, ()), ranks)
         )
     if inventory.must_have_state:
         _add_lost_state(inventory.params, by_param)
     reports = [_parameter_report(info, by_param[info.name]) for info in inventory.params]
     parameters = tuple(r for r in reports if r.name not in inventory.buffers)
     buffers = tuple(r for r in reports if r.name in inventory.buffers)
-    return AuditReport(_kind(parameters, world_size), tuple(ranks), parameters, buffers)
+    known = {info.name for info in inventory.params}
+    groups = tuple(
+        ParameterReport(name, (), tuple(parts))
+        for name, parts in by_param.items()
+        if name not in known
+    )
+    kind = _kind(parameters, groups, len(ranks))
+    return AuditReport(kind, tuple(ranks), parameters, buffers, groups)
 
 
 def _parameter_report(info: ParamInfo, parts: Iterable[PartReport]) -> ParameterReport:
@@ -155,22 +161,23 @@ def _judge_part(
     held: Sequence[Holding],
     copies: int,
     differences: Sequence[Difference],
-    world_size: int,
+    ranks: Sequence[str],
 ) -> PartReport:
     first = held[0].piece
     shares = _shares(held)
-    problem = _form_problem(held)
-    if problem:
+    forms, problem = _forms(held), ""
+    if len(forms) > 1:
+        each = [f"{form} on {_listed(holders, ranks)}" for form, holders in forms.items()]
         return PartReport(
-            part, DIFFERENT, first.shape, first.dtype, copies, shares, problem=problem
+            part, DIFFERENT, first.shape, first.dtype, copies, shares, problem="; ".join(each)
         )
     coverage = cover(first.shape, [(h.rank, h.piece) for h in held], copies)
-    if coverage.overlaps or (coverage.gaps and copies < max(2, world_size)):
+    if coverage.overlaps or (coverage.gaps and copies < max(2, len(ranks))):
         verdict = MISOWNED
     elif coverage.gaps:
         verdict = MISSING
-        absent = sorted(set(range(world_size)) - {h.rank for h in held})
-        problem = f"not on {_listed(absent)}" if absent else ""
+        absent = sorted(set(range(len(ranks))) - {h.rank for h in held})
+        problem = f"not on {_listed(absent, ranks)}" if absent else ""
     elif differences:
         verdict = DIFFERENT
     else:
@@ -195,20 +202,18 @@ def _shares(held: Sequence[Holding]) -> tuple[Share, ...]:
     return tuple(Share(offset, size, tuple(ranks)) for (offset, size), ranks in boxes.items())
 
 
-def _form_problem(held: Sequence[Holding]) -> str:
-    """In words, how ranks differ in an array's shape or dtype; empty where they do not."""
+def _forms(held: Sequence[Holding]) -> dict[str, list[int]]:
+    """The ranks of each dtype and shape that an array has."""
     forms: defaultdict[str, list[int]] = defaultdict(list)
     for holding in held:
         form = f"{holding.piece.dtype} of shape {holding.piece.shape}"
         if holding.rank not in forms[form]:
             forms[form].append(holding.rank)
-    if len(forms) == 1:
-        return ""
-    return "; ".join(f"{form} on {_listed(ranks)}" for form, ranks in forms.items())
+    return forms
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def _listed(numbers: Sequence[int], ranks: Sequence[str]) -> str:
+    return ", ".join(ranks[number] for number in numbers)
 
 
 def _add_lost_state(params: Sequence[ParamInfo], by_param: dict[str, list[PartReport]]) -> None:
@@ -236,11 +241,13 @@ def _add_lost_state(params: Sequence[ParamInfo], by_param: dict[str, list[PartRe
             ]
 
 
-def _kind(parameters: Sequence[ParameterReport], world_size: int) -> str:
+def _kind(
+    parameters: Sequence[ParameterReport], groups: Sequence[ParameterReport], world_size: int
+) -> str:
     parts = [part for parameter in parameters for part in parameter.parts]
     if any(part.verdict == MISOWNED for part in parts):
         return "misowned"
-    if not all(part.ok for part in parts):
+    if not all(part.ok for part in parts) or not all(group.ok for group in groups):
         return "diverged"
     if world_size == 1:
         return "single"

@@ -89,7 +89,11 @@ class Watch:
                 for name, param in zip(names, engine.params, strict=True)
                 if param.grad is not None and param.grad.numel()
             ]
-            _compare(engine, grads, _prints_of(grads), names)
+            try:
+                _compare(engine, grads, _prints_of(grads), names)
+            except DivergenceError:
+                self._calls -= 1  # nothing was done: a step in its place is audited as well
+                raise
 
     def check_state(self, engine: Engine, names: Sequence[str]) -> None:
         """That parameters, step counts and in replicated mode all state are the same on every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from fusedshard.auditing.report import (
     PartReport,
     Region,
 )
+from fusedshard.display import require_packages
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,15 +31,25 @@ MOST_NAMED = 3  # regions or differences of one array in a table
 def headline(report: AuditReport) -> str:
     """The finding in one line."""
     if report.ok:
-        return _SOUND[report.kind](report)
-    found = [(p, part) for p in report.parameters for part in p.parts if not part.ok]
+        has_state = any(part.part != PARAM for p in report.parameters for part in p.parts)
+        return ("" if has_state else "no optimizer state yet; parameters: ") + _SOUND[report.kind](
+            report
+        )
+    found = [(p, part) for p in _judged(report) for part in p.parts if not part.ok]
     # What has no owner or too many explains more than what differs.
     found.sort(key=lambda pair: pair[1].verdict != MISOWNED)
     parameter, part = found[0]
-    broken = {p.name for p, _ in found}
+    broken = sum(not p.ok for p in report.parameters)
+    where = f"{broken} of {_counted(len(report.parameters), 'parameter')}"
     finding = finding_in_words(report, part)
-    count = f"{len(broken)} of {_counted(len(report.parameters), 'parameter')}"
-    return f"{report.kind}: {count}, first {part.part} of {parameter.name}: {finding}"
+    return (
+        f"{report.kind}: {where if broken else 'hyperparameters'}; the first: {part.part} of "
+        f"{parameter.name}: {finding}"
+    )
+
+
+def _judged(report: AuditReport) -> tuple[ParameterReport, ...]:
+    return report.parameters + report.groups
 
 
 def _hybrid(report: AuditReport) -> str:
@@ -79,12 +91,18 @@ def difference_in_words(report: AuditReport, found: Difference) -> str:
     """One rank's copy against another's."""
     here, there = report.ranks[found.rank], report.ranks[found.reference]
     others = "most others" if found.has_majority and report.world_size > 2 else there
-    index = ", ".join(map(str, found.first_index))
+    values = f"{found.here} here, {found.there} there"
+    if not found.first_index:
+        return f"{here} differs from {others}: {values}"
     return (
         f"{here} differs from {others} in {_counted(found.elements, 'element')}, by up to "
-        f"{found.max_abs:.3g} ({found.max_rel:.3g} relative), first at ({index}): "
-        f"{found.here} for {found.there}"
+        f"{_size(found.max_abs)} ({found.max_rel:.3g} relative), first at {found.first_index}: "
+        f"{values}"
     )
+
+
+def _size(gap: float) -> str:
+    return "NaN" if math.isnan(gap) else f"{gap:.3g}"
 
 
 def _regions_in_words(
@@ -93,8 +111,8 @@ def _regions_in_words(
     wanted = "one owner" if copies == 1 else f"{copies} owners"
     for region in regions[:MOST_NAMED]:
         owners = ", ".join(report.ranks[rank] for rank in region.ranks) or "nobody"
-        where = _box(region.offset, region.size)
-        yield f"{where} held by {owners}, wanted {wanted}"
+        where = f"{_box(region.offset, region.size)} " if region.size else ""
+        yield f"{where}held by {owners}, wanted {wanted}"
     if len(regions) > MOST_NAMED:
         yield f"{_counted(total, 'element')} in all"
 
@@ -109,40 +127,61 @@ def _box(offset: Index, size: Index) -> str:
 
 
 def table(report: AuditReport, *, every: bool = False) -> Table:
-    """Rows of parameters that follow each other and are alike in everything are one, unless
+    """Rows of parameters that follow each other and are alike in what was found are one, unless
     ``every`` is to have its own. Needs rich."""
+    require_packages("rich")
     from rich.table import Table
     from rich.text import Text
 
     shown = Table(title=Text(report.headline), title_justify="left", show_lines=False)
     for column in ("parameters", "elements", "found"):
         shown.add_column(column, justify="right" if column == "elements" else "left")
-    for parameters, is_buffer in ((report.parameters, False), (report.buffers, True)):
-        for alike in _alike(report, parameters, every=every):
-            elements = sum(_numel(p.shape) for p in alike)
-            words = "\n".join(_findings(report, alike[0]))
-            style = "" if all(p.ok for p in alike) else "yellow" if is_buffer else "bold red"
-            name = _group_name(alike) + (" (buffers)" if is_buffer else "")
+    sound_groups = all(group.ok for group in report.groups)
+    for reports, note in (
+        (report.parameters, ""),
+        (() if sound_groups else report.groups, " (hyperparameters)"),
+        (report.buffers, " (buffers, do not count)"),
+    ):
+        for alike in _alike(reports, every=every):
+            elements = sum(math.prod(p.shape) for p in alike)
+            words = "\n".join(_findings(report, alike))
+            style = "" if all(p.ok for p in alike) else "yellow" if "not" in note else "bold red"
+            name = _group_name(alike) + note
             shown.add_row(Text(name), f"{elements:,}", Text(words or "empty", style=style))
     return shown
 
 
-def _findings(report: AuditReport, parameter: ParameterReport) -> Iterator[str]:
-    """Of its parts, those with the same one together."""
+def _findings(report: AuditReport, alike: Sequence[ParameterReport]) -> Iterator[str]:
+    """Of their parts, those with the same one together."""
     parts: dict[str, list[str]] = {}
-    for part in parameter.parts:
-        parts.setdefault(finding_in_words(report, part), []).append(part.part)
+    for same in zip(*(parameter.parts for parameter in alike), strict=True):
+        finding = finding_in_words(report, same[0])
+        if len(same) > 1 and same[0].verdict == DIFFERENT:
+            finding = _differences_in_words(report, same)
+        parts.setdefault(finding, []).append(same[0].part)
     for finding, names in parts.items():
         yield f"{', '.join(names)}: {finding}"
 
 
+def _differences_in_words(report: AuditReport, parts: Sequence[PartReport]) -> str:
+    """Of arrays that differ on the same ranks."""
+    found = [difference for part in parts for difference in part.differences]
+    names = ", ".join(report.ranks[rank] for rank in parts[0].differing_ranks)
+    largest = max((d.max_abs for d in found), key=lambda gap: (math.isnan(gap), gap))
+    elements = _counted(sum(d.elements for d in found), "element")
+    return f"differs on {names}, in {elements} in all, by up to {_size(largest)}"
+
+
 def _alike(
-    report: AuditReport, parameters: Sequence[ParameterReport], *, every: bool
+    parameters: Sequence[ParameterReport], *, every: bool
 ) -> Iterator[list[ParameterReport]]:
+    """What follows each other and was found to be the same, but for numbers."""
+
     def finding(parameter: ParameterReport) -> object:
-        if every or not parameter.ok:
+        stands_alone = any(part.verdict == MISOWNED or part.problem for part in parameter.parts)
+        if every or stands_alone:
             return parameter.name
-        return [(part.part, part.verdict, part.copies) for part in parameter.parts]
+        return [(p.part, p.verdict, p.copies, p.differing_ranks) for p in parameter.parts]
 
     for _, alike in itertools.groupby(parameters, finding):
         yield list(alike)
@@ -152,13 +191,6 @@ def _group_name(alike: Sequence[ParameterReport]) -> str:
     if len(alike) == 1:
         return alike[0].name
     return f"{alike[0].name} … {alike[-1].name} ({len(alike)})"
-
-
-def _numel(shape: Index) -> int:
-    total = 1
-    for extent in shape:
-        total *= extent
-    return total
 
 
 def _counted(count: int, noun: str) -> str:
