@@ -145,7 +145,7 @@ def _spoiled(rank: Rank, what: str) -> AuditReport:
         optimizer.param_groups[0]["lr"] = 0.5
     elif what == "numbers":
         state["step"] = int(state["step"])
-        state["seen"] = {"losses": [1.5, float(rank.rank == 1)]}
+        state["seen"] = {"losses": [0.5 * rank.rank, int(rank.rank == 1)]}
     return fusedshard.audit(optimizer, model, process_group=rank.group)
 
 
@@ -157,7 +157,7 @@ def _spoiled(rank: Rank, what: str) -> AuditReport:
         ("shape", "exp_avg", "different", "shape (3,) on rank 1"),
         ("step", "step", "different", "4 here, 3 there"),
         ("lr", "lr", "different", "hyperparameters; the first: lr of param_groups[0]: rank 1"),
-        ("numbers", "seen.losses.1", "different", "1 here, 0 there"),
+        ("numbers", "seen.losses.0", "different", "1 here, 0 there"),
     ],
 )
 def test_plain_state(ranks: RankPool, what: str, part: str, verdict: str, said: str) -> None:

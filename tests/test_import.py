@@ -92,7 +92,14 @@ print(*{name.partition(".")[0] for name in set(sys.modules) - before} - sys.stdl
 
 
 def test_public_names() -> None:
-    assert sorted(fusedshard.__all__) == ["Adam", "AdamW", "GradScaler"]
+    assert sorted(fusedshard.__all__) == [
+        "Adam",
+        "AdamW",
+        "AuditReport",
+        "DivergenceError",
+        "GradScaler",
+        "audit",
+    ]
     assert fusedshard.__version__.count(".") == 2
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from fusedshard.auditing.prints import fingerprints_of
 from fusedshard.auditing.report import AuditReport, Difference
 from fusedshard.auditing.verdicts import (
     Array,
+    Holding,
     Mismatch,
     holdings_by_array,
     judge,
@@ -54,16 +55,17 @@ def audit(
             without torch.distributed, one rank.
 
     Raises:
-        TypeError, ValueError: on every rank, where an argument of any rank is not of that kind, or
-            the ranks have parameters of different names or shapes, as in model parallelism: these
-            cannot be compared, only each of their data-parallel groups can.
+        TypeError, ValueError: on every rank, where an argument of any rank is not of that kind (a
+            ``process_group`` that is none: there alone), or the ranks have parameters of different
+            names or shapes, as in model parallelism: these cannot be compared, only each of their
+            data-parallel groups can.
     """
     comm, error = _communicator(optimizer, process_group)
     inventory, prints = Inventory((), ()), []
     try:
         if error is not None:
             raise error
-        inventory = take(optimizer, model, comm.world_size)
+        inventory = take(optimizer, model, comm.ranks)
         prints = fingerprints_of(inventory.held)
     except Exception as caught:  # the other ranks must learn of it
         error = caught
@@ -72,10 +74,7 @@ def audit(
     if by_index:
         prints = fingerprints_of(inventory.held, by_index)
     arrays = holdings_by_array(pieces, _gather_prints(comm, prints, pieces))
-    differences: defaultdict[Array, list[Difference]] = defaultdict(list)
-    for mismatch in mismatches(arrays, comm.world_size):
-        piece = next(h.piece for h in arrays[mismatch.array] if h.rank == mismatch.reference)
-        differences[mismatch.array] += _measure(comm, inventory, mismatch, piece)
+    differences = _measure(comm, inventory, mismatches(arrays, comm.world_size), arrays)
     return judge(inventory, arrays, differences, [f"rank {r}" for r in range(comm.world_size)])
 
 
@@ -145,20 +144,28 @@ def _gather_prints(
 
 
 def _measure(
-    comm: Communicator, inventory: Inventory, mismatch: Mismatch, piece: Piece
-) -> list[Difference]:
-    """What is behind a mismatch, on every rank. Collective: the reference's copy goes to all."""
-    held = boxes_of(inventory.held).get((mismatch.array, mismatch.box))
-    differs = comm.rank in mismatch.ranks
-    mine = chunks_of(held.tensor) if held is not None else iter(())
-    tally = Tally()
-    for length in chunk_lengths(piece.numel):
-        chunk = next(mine, torch.empty(length, dtype=dtype_of(piece.dtype), device="cpu"))
-        there = chunk if comm.rank == mismatch.reference else torch.empty_like(chunk)
-        comm.broadcast_(there.view(torch.uint8), mismatch.reference)
-        if differs:
-            tally.add(chunk, there)
-    found = tally.found(
-        comm.rank, mismatch.reference, *mismatch.box, has_majority=mismatch.has_majority
-    )
-    return [difference for difference in comm.gather_objects(found) if difference is not None]
+    comm: Communicator,
+    inventory: Inventory,
+    found: Sequence[Mismatch],
+    arrays: Mapping[Array, Sequence[Holding]],
+) -> dict[Array, list[Difference]]:
+    """What is behind mismatches, on every rank. Collective: the reference's copies go to all."""
+    held, mine = boxes_of(inventory.held), []
+    for mismatch in found:
+        piece = next(h.piece for h in arrays[mismatch.array] if h.rank == mismatch.reference)
+        item = held.get((mismatch.array, mismatch.box))
+        chunks = chunks_of(item.tensor) if item is not None else iter(())
+        tally = Tally()
+        for length in chunk_lengths(piece.numel):
+            chunk = next(chunks, torch.empty(length, dtype=dtype_of(piece.dtype), device="cpu"))
+            there = chunk if comm.rank == mismatch.reference else torch.empty_like(chunk)
+            comm.broadcast_(there.view(torch.uint8), mismatch.reference)
+            if comm.rank in mismatch.ranks:
+                tally.add(chunk, there)
+        place = (comm.rank, mismatch.reference, *mismatch.box)
+        mine.append(tally.found(*place, has_majority=mismatch.has_majority))
+    differences: defaultdict[Array, list[Difference]] = defaultdict(list)
+    for of_rank in comm.gather_objects(mine) if found else ():
+        for mismatch, difference in zip(found, of_rank, strict=True):
+            differences[mismatch.array] += [difference] if difference else []
+    return differences

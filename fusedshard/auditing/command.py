@@ -69,4 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     except (UnusableFile, ModuleNotFoundError, OSError) as error:
         print(f"fusedshard audit: error: {error}", file=sys.stderr)
         return 2
+    except Exception as error:  # what is in a file may be anything
+        kind = type(error).__name__
+        print(f"fusedshard audit: error: cannot make sense of it: {kind}: {error}", file=sys.stderr)
+        return 2
     return 0 if report.ok else 1

@@ -24,6 +24,9 @@ class Coverage(NamedTuple):
     overlap_elements: int
 
 
+NOTHING_WRONG = Coverage((), (), 0, 0)
+
+
 def cover(shape: Index, held: Sequence[tuple[int, Piece]], copies: int) -> Coverage:
     """Compare the boxes of all ranks with ``copies``, the number of ranks that must hold each
     element.
@@ -34,7 +37,7 @@ def cover(shape: Index, held: Sequence[tuple[int, Piece]], copies: int) -> Cover
         copies: at least 1.
     """
     if len(held) == copies and all(piece.size == shape for _, piece in held):
-        return Coverage((), (), 0, 0)
+        return NOTHING_WRONG
     cuts = [_cuts(dim, shape, held) for dim in range(len(shape))]
     counts = _counts(cuts, held)
     gaps, gap_elements = _regions(cuts, counts < copies, held)

@@ -10,12 +10,22 @@ import torch
 from fusedshard.auditing.pieces import Index
 from fusedshard.auditing.report import Difference
 
+# What torch can compare as numbers.
+NUMBERS = {
+    dtype
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "complex32"),
+        *("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32", "uint64", "bool"),
+        *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
+    )
+    if (dtype := getattr(torch, name, None)) is not None
+}
 CHUNK_ELEMENTS = 1 << 22  # that are compared at a time, so that no whole copy is made
 
 
 def chunks_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """A tensor's elements in the order of its indices, in host memory, 1-D, a few at a time."""
-    flat = tensor.detach().contiguous().view(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     for start in range(0, flat.numel(), CHUNK_ELEMENTS):
         yield flat[start : start + CHUNK_ELEMENTS].cpu()
 
@@ -42,8 +52,10 @@ class Tally:
             self._first = self._seen + at, _shown(here[at]), _shown(there[at])
         self._seen += len(here)
         self._elements += len(places)
-        if len(places):
+        if len(places) and here.dtype in NUMBERS:
             self._measure(_wide(here[places]), _wide(there[places]))
+        elif len(places):
+            self._max_abs = self._max_rel = math.nan
 
     def _measure(self, here: torch.Tensor, there: torch.Tensor) -> None:
         gap = (here - there).abs()
@@ -75,6 +87,8 @@ class Tally:
 
 def _shown(element: torch.Tensor) -> str:
     """With as many digits as tell it from its neighbours."""
+    if element.dtype not in NUMBERS:
+        return f"bytes {bytes(_as_bytes(element.view(1))[0].tolist()).hex()}"
     value = element.item()
     digits = 17 if element.dtype in (torch.float64, torch.complex128) else 9
     return str(value) if isinstance(value, int) else f"{value:.{digits}g}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,33 +28,42 @@ from fusedshard.state import ShardedOptimizer
 Names = dict[torch.Tensor, str]
 
 
-def take(optimizer: Any, model: Any, world_size: int) -> Inventory:
+def take(optimizer: Any, model: Any, ranks: Sequence[int]) -> Inventory:
     """List what this rank holds. Without communication.
+
+    Args:
+        ranks: those that are audited, by their numbers in the default group.
 
     Raises:
         TypeError: ``optimizer`` is no torch.optim.Optimizer, ``model`` no module, or parameters
             are of a kind that cannot be audited.
     """
     _check_kinds(optimizer, model)
+    world_size = len(ranks)
     names = _names(optimizer, model)
-    params = [ParamInfo(n, tuple(p.shape), p.requires_grad) for p, n in names.items()]
-    held = [h for p, n in names.items() for h in held_in(n, PARAM, p, world_size, world_size)]
-    is_zero = is_zero_redundancy(optimizer)
+    groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    params = [
+        ParamInfo(n, tuple(p.shape), p.requires_grad and p in groups, groups.get(p, 0))
+        for p, n in names.items()
+    ]
+    held = [h for p, n in names.items() for h in held_in(n, PARAM, p, ranks, world_size)]
+    is_zero, expected = is_zero_redundancy(optimizer), own.expected_state(optimizer, names)
     if isinstance(optimizer, ShardedOptimizer):
         held += own.held_state(optimizer, names)
     else:
-        copies = 1 if is_zero else 0
+        copies = 1 if is_zero else world_size
         for param, state in _state_of(optimizer).items():
             if param in names:
-                for part, value in leaves(state):
-                    held += held_in(names[param], part, value, world_size, copies)
-    held += [h for item in _settings(optimizer) for h in held_in(*item, world_size, world_size)]
+                # Numbers with fractions are a rank's own, as the last loss that LBFGS has seen.
+                for part, value in leaves(_without_floats(state)):
+                    held += held_in(names[param], part, value, ranks, copies)
+    held += [h for item in _settings(optimizer) for h in held_in(*item, ranks, world_size)]
     buffers = dict(_buffers(model))
     params += [ParamInfo(name, tuple(buffer.shape), False) for name, buffer in buffers.items()]
     for name, buffer in buffers.items():
-        held += held_in(name, PARAM, buffer, world_size, world_size)
+        held += held_in(name, PARAM, buffer, ranks, world_size)
     present = tuple(item for item in held if item.piece.numel)
-    return Inventory(tuple(params), present, frozenset(buffers), must_have_state=is_zero)
+    return Inventory(tuple(params), present, expected, frozenset(buffers), is_zero)
 
 
 def is_zero_redundancy(optimizer: Any) -> bool:
@@ -80,7 +90,8 @@ def _names(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> N
         names.update((param, _plain_name(name)) for name, param in named)
     params = iterate_params(optimizer.param_groups)
     for param, name in zip(params, parameter_names(optimizer.param_groups), strict=True):
-        names.setdefault(param, name)
+        if param not in names:
+            names[param] = _unused(name, names.values())
     for tensor, name in names.items():
         if getattr(tensor, "_is_flat_param", False) or hasattr(tensor, "_fsdp_flattened"):
             raise TypeError(
@@ -88,6 +99,15 @@ def _names(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> N
                 "of FSDP2 (fully_shard)"
             )
     return names
+
+
+def _unused(name: str, taken: Collection[str]) -> str:
+    """Two models may call their parameters alike."""
+    number = itertools.count(2)
+    unused = name
+    while unused in taken:
+        unused = f"{name} ({next(number)})"
+    return unused
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -132,7 +152,7 @@ def _state_of(optimizer: Any) -> Mapping[Any, Mapping[str, Any]]:
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors and numbers in a parameter's state, by name; in lists and dicts by ``name.key``."""
+    """Tensors and numbers, by name; in lists and dicts by ``name.key``."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, (bool, int, float)):
@@ -145,21 +165,30 @@ def leaves(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from leaves(item, f"{name}.{key}" if name else str(key))
 
 
+def _without_floats(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_floats(v) for k, v in value.items() if not isinstance(v, float)}
+    if isinstance(value, (list, tuple)):
+        return [_without_floats(item) for item in value if not isinstance(item, float)]
+    return value
+
+
 def _number_dtype(value: float) -> torch.dtype:
     return torch.float64 if isinstance(value, float) else torch.int64
 
 
 def held_in(
-    param: str, part: str, tensor: torch.Tensor, world_size: int, copies: int
+    param: str, part: str, tensor: torch.Tensor, ranks: Collection[int], copies: int
 ) -> Sequence[Held]:
-    """The pieces of an array that lie in a tensor."""
+    """The pieces of an array that lie in a tensor: if plain, one, of which there must be so many
+    copies on the ``ranks``, which are numbered as in meshes."""
     tensor = tensor.detach()
     if hasattr(tensor, "placements") and hasattr(tensor, "__create_chunk_list__"):
-        return _held_of_dtensor(param, part, tensor, world_size)
+        return _held_of_dtensor(param, part, tensor, ranks)
     if is_wrapper(tensor) and hasattr(tensor, "__tensor_flatten__"):
         inner, _ = tensor.__tensor_flatten__()
         parts = [(f"{part}.{name}", getattr(tensor, name)) for name in inner]
-        return [h for p, value in parts for h in held_in(param, p, value, world_size, copies)]
+        return [h for p, value in parts for h in held_in(param, p, value, ranks, copies)]
     if is_wrapper(tensor) or tensor.is_quantized or tensor.device.type == "meta":
         kind = f"{type(tensor).__name__} on {tensor.device}"
         raise TypeError(f"{part} of {param}: got a {kind}, wanted a tensor with memory of its own")
@@ -168,19 +197,21 @@ def held_in(
     return [whole(param, part, tensor, copies)]
 
 
-def _held_of_dtensor(param: str, part: str, tensor: Any, world_size: int) -> Sequence[Held]:
+def _held_of_dtensor(param: str, part: str, tensor: Any, ranks: Collection[int]) -> Sequence[Held]:
     """What this rank has of a distributed tensor, whose placements say in how many copies."""
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
         raise TypeError(f"{part} of {param}: got a DTensor of partial sums, wanted no such")
-    dims = [dim for dim, placement in enumerate(placements) if placement.is_shard()]
-    shards = math.prod(mesh.size(dim) for dim in dims)
+    shards = math.prod(
+        mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate()
+    )
+    all_of_mesh = set(mesh.mesh.flatten().tolist()) <= set(ranks)
     local = tensor.to_local()
     local = local.wait() if hasattr(local, "wait") else local
     held = []
     for chunk in tensor.__create_chunk_list__() if local.numel() else ():
         offset, size = tuple(chunk.offsets), tuple(chunk.sizes)
-        if len(size) != local.dim() or tuple(local.shape) != size:
+        if tuple(local.shape) != size:
             raise TypeError(
                 f"{part} of {param}: got a local shard of shape {tuple(local.shape)} for a chunk "
                 f"of {size}, wanted one chunk a rank"
@@ -192,7 +223,7 @@ def _held_of_dtensor(param: str, part: str, tensor: Any, world_size: int) -> Seq
             offset,
             size,
             dtype_name(local.dtype),
-            max(1, world_size // shards),
+            len(ranks) // shards if all_of_mesh else 0,
             tuple(local.stride()),
         )
         held.append(Held(piece, local))

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fusedshard.auditing.pieces import Held, stretch, whole
+from fusedshard.auditing.pieces import Held, Piece, dtype_name, stretch, whole
 from fusedshard.checkpoint import EXPONENTS, MASTERS
 from fusedshard.flat import FlatBuffer
+from fusedshard.holdings import Holdings
 from fusedshard.layout import Slot
 from fusedshard.native import CODE_BLOCK
 
@@ -44,17 +45,50 @@ def held_state(optimizer: ShardedOptimizer, names: Mapping[torch.Tensor, str]) -
     engine = optimizer._built
     engine.comm.check_world()
     world_size, steps = engine.comm.world_size, engine.steps.cpu()
-    held = []
+    held: list[Held] = []
     for flat in engine.flats:
         for slot in flat.layout.slots:
             param = engine.params[slot.param]
             step, shown = steps[slot.param], optimizer.state.get(param)
-            held.append(whole(names[param], "step", step, world_size))
+            held += _held_steps(names[param], step, shown, world_size)
             for array in arrays_of(flat, slot, param):
                 if array.visible and (shown is not None or step):
                     array = _as_shown(array, shown or {})
                 held += _placed(flat, slot, array, names[param], world_size)
     return held
+
+
+def expected_state(optimizer: Any, names: Mapping[torch.Tensor, str]) -> Sequence[Piece]:
+    """The moments that are there from the beginning on one rank or another; none of other
+    optimizers."""
+    engine = getattr(optimizer, "_engine", None)
+    if not isinstance(engine, Holdings):
+        return ()
+    world_size, expected = engine.comm.world_size, []
+    for flat in engine.flats:
+        copies = world_size if flat.owners == 1 else 1
+        for slot in flat.layout.slots:
+            param = engine.params[slot.param]
+            for array in arrays_of(flat, slot, param):
+                numel = -(-slot.numel // array.unit)
+                shape = tuple(array.tensor.shape) if flat.owners == 1 else (numel,)
+                nothing, dtype = (0,) * len(shape), dtype_name(array.tensor.dtype)
+                if array.visible:
+                    place = (names[param], array.part, shape, nothing, nothing)
+                    expected.append(Piece(*place, dtype, copies, nothing))
+    return expected
+
+
+def _held_steps(
+    name: str, step: torch.Tensor, shown: Mapping[str, Any] | None, world_size: int
+) -> Sequence[Held]:
+    """What ``optimizer.state`` shows, if that is not the count."""
+    told = step if shown is None else shown.get("step")
+    if not isinstance(told, (torch.Tensor, float, int)):
+        return []
+    same = shown is None or float(told) == float(step)
+    counted = step if same else torch.as_tensor(told, device="cpu")
+    return [whole(name, "step", counted.to(torch.float64), world_size)]
 
 
 def arrays_of(flat: FlatBuffer, slot: Slot, param: torch.Tensor) -> Iterator[Array]:

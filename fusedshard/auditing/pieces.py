@@ -19,12 +19,14 @@ class ParamInfo(NamedTuple):
     Attributes:
         name: the model's, or ``"parameter 3"``.
         shape: of the whole.
-        trains: whether it requires a gradient.
+        trains: whether it requires a gradient, and the optimizer has it.
+        group: the number of its param group there.
     """
 
     name: str
     shape: Index
     trains: bool = True
+    group: int = 0
 
 
 class Piece(NamedTuple):
@@ -37,7 +39,8 @@ class Piece(NamedTuple):
             ``(elements,)``.
         offset, size: the box: its first index and its extent, one number a dimension.
         dtype: its name, without ``torch.``.
-        copies: how many ranks must hold each element; 0: as many as of most parameters.
+        copies: how many ranks must hold each element; 0: as many as hold any, where the
+            ranks that are audited have but a part of the array, so that gaps cannot be told.
         strides: of the tensor that holds it; ranks with other strides are compared by index.
     """
 
@@ -77,13 +80,15 @@ class Inventory(NamedTuple):
     Attributes:
         params: the parameters that are audited, the same on every rank.
         held: its pieces; empty ones are left out.
+        expected: arrays that must be there, as pieces without elements; the same on every rank.
         buffers: names of those among ``params`` that are no parameters, and need not agree.
-        must_have_state: whether a parameter that trains has lost its state where no rank has any
-            and others have. Elsewhere it may not have had a gradient yet.
+        must_have_state: whether a parameter that trains has lost what no rank has of its state,
+            and most others have. Elsewhere it may not have had a gradient yet.
     """
 
     params: Sequence[ParamInfo]
     held: Sequence[Held]
+    expected: Sequence[Piece] = ()
     buffers: frozenset[str] = frozenset()
     must_have_state: bool = False
 

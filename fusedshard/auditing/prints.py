@@ -17,15 +17,20 @@ def fingerprints_of(held: Sequence[Held], by_index: Collection[Array] = ()) -> l
     """A 64-bit number for each piece, of the bits of its elements: as they lie in memory, or in
     the order of indices for the arrays ``by_index``. Waits for the device."""
     tensors = [in_memory(item.tensor, by_index=item.piece.array in by_index) for item in held]
+    found = [0] * len(tensors)
+    for places in by_device(tensors):
+        prints = fingerprints([tensors[place] for place in places]).tolist()
+        for place, fingerprint in zip(places, prints, strict=True):
+            found[place] = fingerprint
+    return found
+
+
+def by_device(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The places of those on each device."""
     places: dict[torch.device, list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault(tensor.device, []).append(place)
-    found = [0] * len(tensors)
-    for of_device in places.values():
-        prints = fingerprints([tensors[place] for place in of_device]).tolist()
-        for place, fingerprint in zip(of_device, prints, strict=True):
-            found[place] = fingerprint
-    return found
+    return list(places.values())
 
 
 def in_memory(tensor: torch.Tensor, *, by_index: bool = False) -> torch.Tensor:

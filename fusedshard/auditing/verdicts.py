@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from fusedshard.auditing.coverage import cover
+from fusedshard.auditing.coverage import NOTHING_WRONG, cover
 from fusedshard.auditing.pieces import PARAM, Index, Inventory, ParamInfo, Piece
 from fusedshard.auditing.report import (
     DIFFERENT,
@@ -120,6 +120,10 @@ def judge(
         by_param[array[0]].append(
             _judge_part(array[1], held, copies[array], differences.get(array, ()), ranks)
         )
+    for piece in inventory.expected:
+        if piece.array not in arrays:
+            lost = _lost(piece.part, piece.shape, piece.dtype, min(piece.copies, len(ranks)))
+            by_param[piece.param].append(lost)
     if inventory.must_have_state:
         _add_lost_state(inventory.params, by_param)
     reports = [_parameter_report(info, by_param[info.name]) for info in inventory.params]
@@ -141,19 +145,18 @@ def _parameter_report(info: ParamInfo, parts: Iterable[PartReport]) -> Parameter
 
 
 def wanted_copies(arrays: Mapping[Array, Sequence[Holding]], world_size: int) -> dict[Array, int]:
-    """How many ranks must hold each element of an array: what its pieces say, or as many as hold
-    most arrays of that part."""
-    counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
+    """How many ranks must hold each element of an array: what its pieces say, or where these
+    cannot know as many as hold any."""
     stated = {array: max(h.piece.copies for h in held) for array, held in arrays.items()}
-    for array, held in arrays.items():
-        if not stated[array]:
-            held_numel = sum(holding.piece.numel for holding in held)
-            counts[array[1]][max(1, round(held_numel / held[0].piece.whole_numel))] += 1
-    usual = {part: max(c, key=lambda copies: (c[copies], copies)) for part, c in counts.items()}
     return {
-        array: min(copies, world_size) if copies else usual[array[1]]
+        array: min(copies, world_size) if copies else _most_copies(arrays[array])
         for array, copies in stated.items()
     }
+
+
+def _most_copies(held: Sequence[Holding]) -> int:
+    boxes = Counter((h.piece.offset, h.piece.size) for h in held)
+    return max(boxes.values())
 
 
 def _judge_part(
@@ -171,7 +174,9 @@ def _judge_part(
         return PartReport(
             part, DIFFERENT, first.shape, first.dtype, copies, shares, problem="; ".join(each)
         )
-    coverage = cover(first.shape, [(h.rank, h.piece) for h in held], copies)
+    coverage = NOTHING_WRONG
+    if first.copies:
+        coverage = cover(first.shape, [(h.rank, h.piece) for h in held], copies)
     if coverage.overlaps or (coverage.gaps and copies < max(2, len(ranks))):
         verdict = MISOWNED
     elif coverage.gaps:
@@ -217,28 +222,35 @@ def _listed(numbers: Sequence[int], ranks: Sequence[str]) -> str:
 
 
 def _add_lost_state(params: Sequence[ParamInfo], by_param: dict[str, list[PartReport]]) -> None:
-    """A parameter that trains and has no state anywhere, where others have: all of it is a gap."""
-    stateful = [parts for parts in by_param.values() if any(p.part != PARAM for p in parts)]
-    if not stateful:
-        return
-    usual = [part for part in stateful[0] if part.part != PARAM and part.shape != ()]
+    """Of parameters that train, the parts that others of their group have, or where none has any
+    those that others have, and that no rank has of them."""
+    everywhere: dict[str, PartReport] = {}
+    in_group: defaultdict[int, dict[str, PartReport]] = defaultdict(dict)
     for info in params:
-        numel = math.prod(info.shape)
-        if info.trains and numel and all(p.part == PARAM for p in by_param[info.name]):
-            gap = Region((0,) * len(info.shape), info.shape, ())
-            by_param[info.name] += [
-                PartReport(
-                    part.part,
-                    MISOWNED,
-                    info.shape,
-                    part.dtype,
-                    1,
-                    (),
-                    gaps=(gap,),
-                    gap_elements=numel,
-                )
-                for part in usual
-            ]
+        for part in by_param[info.name]:
+            if part.part != PARAM and part.shape != ():
+                in_group[info.group][part.part] = everywhere[part.part] = part
+    for info in params:
+        wanted = in_group[info.group] or everywhere
+        present = {part.part for part in by_param[info.name]}
+        for name in wanted.keys() - present if info.trains and 0 not in info.shape else ():
+            by_param[info.name].append(_lost(name, info.shape, wanted[name].dtype, 1))
+
+
+def _lost(part: str, shape: Index, dtype: str, copies: int) -> PartReport:
+    """An array that no rank has anything of."""
+    gap = Region((0,) * len(shape), shape, ())
+    return PartReport(
+        part,
+        MISOWNED if copies == 1 else MISSING,
+        shape,
+        dtype,
+        copies,
+        (),
+        gaps=(gap,),
+        gap_elements=math.prod(shape),
+        problem="" if copies == 1 else "on no rank",
+    )
 
 
 def _kind(
@@ -256,7 +268,7 @@ def _kind(
         for parameter in parameters
         for part in parameter.parts
         # Step counts are on all ranks in either world.
-        if part.part != PARAM and (part.shape != () or parameter.shape == ())
+        if part.part not in (PARAM, "step") and (part.shape != () or parameter.shape == ())
     ]
     copies = {part.copies for part in state or parts}
     if copies <= {world_size}:

@@ -10,12 +10,13 @@ import torch
 
 from fusedshard.auditing.own import arrays_of
 from fusedshard.auditing.pieces import PARAM
-from fusedshard.auditing.prints import in_memory
+from fusedshard.auditing.prints import by_device, in_memory
 from fusedshard.dense import is_plain
 from fusedshard.engine import Engine
 from fusedshard.kernels import CPU, FingerprintTable, capturing, fingerprints
 
 GRAD, STEP = "grad", "step"
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class DivergenceError(RuntimeError):
@@ -84,10 +85,10 @@ class Watch:
         """That those which are said to be averaged are the same on every rank. Collective; nothing
         has changed yet."""
         with engine.comm.stats.phase("audit"):
+            # One of each parameter, so that the ranks' rows are of one length whatever they hold.
             grads = [
-                Watched(name, GRAD, in_memory(param.grad))
+                Watched(name, GRAD, _NOTHING if param.grad is None else in_memory(param.grad))
                 for name, param in zip(names, engine.params, strict=True)
-                if param.grad is not None and param.grad.numel()
             ]
             try:
                 _compare(engine, grads, _prints_of(grads), names)
@@ -101,10 +102,11 @@ class Watch:
         with engine.comm.stats.phase("audit"):
             self._refresh_table(engine, names)
             assert self._table is not None
+            in_flats = {engine.params[s.param] for f in engine.flats for s in f.layout.slots}
             frozen = [
-                Watched(name, PARAM, in_memory(param))
+                Watched(name, PARAM, in_memory(param) if is_plain(param) else _NOTHING)
                 for name, param in zip(names, engine.params, strict=True)
-                if not param.requires_grad and _is_comparable(engine, param)
+                if param not in in_flats
             ]
             steps = Watched("", STEP, engine.steps)  # of all parameters
             watched = [*self._watched, *frozen, steps]
@@ -169,9 +171,7 @@ def _unlike(ranks: Sequence[int], reference: int, *, has_majority: bool) -> str:
 
 
 def _prints_of(watched: Sequence[Watched]) -> torch.Tensor:
-    return fingerprints([item.tensor for item in watched])
-
-
-def _is_comparable(engine: Engine, param: torch.Tensor) -> bool:
-    on_device = param.device == (engine.device or CPU)
-    return bool(param.numel()) and on_device and is_plain(param)
+    prints = torch.zeros(len(watched), dtype=torch.int64, device="cpu")
+    for places in by_device([item.tensor for item in watched]):
+        prints[places] = fingerprints([watched[place].tensor for place in places])
+    return prints

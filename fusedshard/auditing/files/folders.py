@@ -62,7 +62,7 @@ def read(path: Path) -> tuple[list[Inventory], list[str]]:
         if whole.numel() and not sound:
             held[folder.files[0]].append(_nothing(array, whole))
     names = [file + folder.trouble(file) for file in folder.files]
-    return [Inventory(params, ours, listing.buffers) for ours in held.values()], names
+    return [Inventory(params, ours, (), listing.buffers) for ours in held.values()], names
 
 
 def _held(array: tuple[str, str], whole: torch.Tensor, offset: Index, size: Index) -> Held:

@@ -65,6 +65,7 @@ def place(listing: Listing) -> list[Inventory]:
     """What each file holds of the arrays."""
     shapes = {info.name: info.shape for info in listing.params}
     held: list[list[Held]] = [[] for _ in listing.files]
+    is_spread = _is_spread(listing)
     for (param, part), in_files in listing.arrays.items():
         numel = math.prod(shapes[param])
         is_known = (param, PARAM) in listing.arrays and part != PARAM
@@ -72,12 +73,12 @@ def place(listing: Listing) -> list[Inventory]:
             for number, start in starts_of(in_files, numel).items():
                 held[number].append(stretch(param, part, in_files[number], start, numel))
         else:
-            copies = len(in_files) if part == PARAM else 0
+            of_all = len(in_files) if part == PARAM else len(listing.files)
+            copies = 1 if is_spread and part != PARAM else of_all
             for number, tensor in in_files.items():
                 held[number] += _held(listing, number, (param, part), tensor, copies)
-    is_spread = _is_spread(listing)
     return [
-        Inventory(listing.params, ours, listing.buffers, must_have_state=is_spread)
+        Inventory(listing.params, ours, (), listing.buffers, is_spread)
         for ours in _without_empty(held)
     ]
 
@@ -96,10 +97,10 @@ def _without_empty(held: Sequence[Sequence[Held]]) -> Iterator[list[Held]]:
 def _held(
     listing: Listing, number: int, array: tuple[str, str], tensor: torch.Tensor, copies: int
 ) -> Sequence[Held]:
-    ranks = len(listing.files)
+    ranks = range(len(listing.files))
     try:
         if is_dtensor(tensor):
-            return held_in_dtensor(*array, tensor, ranks)
+            return held_in_dtensor(*array, tensor, len(ranks))
         return held_in(*array, tensor, ranks, copies)
     except TypeError as error:
         raise UnusableFile(f"{listing.files[number]}: {error}") from None
@@ -163,10 +164,12 @@ def _shapes(arrays: Mapping[tuple[str, str], InFiles]) -> dict[str, Index]:
 
 
 def _is_spread(listing: Listing) -> bool:
-    """Whether whole parameters are spread over the files: most state is in one of them alone."""
+    """Whether whole parameters are spread over the files: most state is in one of them alone, and
+    not all of it in the same."""
     holders: dict[str, set[int]] = {}
     for (param, part), in_files in listing.arrays.items():
         if part != PARAM:
             holders.setdefault(param, set()).update(in_files)
     counts = Counter(len(numbers) for numbers in holders.values())
-    return len(listing.files) > 1 and bool(counts) and counts.most_common(1)[0][0] == 1
+    is_usual = bool(counts) and counts.most_common(1)[0][0] == 1
+    return is_usual and len(set().union(*holders.values())) > 1
