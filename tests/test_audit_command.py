@@ -56,6 +56,17 @@ def cut_file(folder: Path) -> list[Path]:
     return [folder / "x.pt"]
 
 
+def cut_file_of_old(folder: Path) -> list[Path]:
+    torch.save(optimizer_dict(), folder / "x.pt", _use_new_zipfile_serialization=False)
+    os.truncate(folder / "x.pt", 300)
+    return [folder / "x.pt"]
+
+
+def odd_groups(folder: Path) -> list[Path]:
+    torch.save({**optimizer_dict(), "param_groups": 3}, folder / "x.pt")
+    return [folder / "x.pt"]
+
+
 def no_state(folder: Path) -> list[Path]:
     torch.save({"epoch": 3, "rng": torch.zeros(4, dtype=torch.uint8)}, folder / "x.pt")
     return [folder / "x.pt"]
@@ -109,6 +120,8 @@ def quantized(folder: Path) -> list[Path]:
         (text_file, "cannot be read as a file of torch.save"),
         (empty_file, "cannot be read as a file of torch.save"),
         (cut_file, "cannot be read as a file of torch.save"),
+        (cut_file_of_old, "cannot be read as a file of torch.save"),
+        (odd_groups, "cannot make sense of what it holds: TypeError"),
         (no_state, "got no state dict, wanted a model's or an optimizer's"),
         (evil_file, "got a pickle with posix.mkdir, which only running code"),
         (evil_index, "got posix.mkdir, wanted what an index is made of"),

@@ -233,7 +233,8 @@ def _add_lost_state(params: Sequence[ParamInfo], by_param: dict[str, list[PartRe
     for info in params:
         wanted = in_group[info.group] or everywhere
         present = {part.part for part in by_param[info.name]}
-        for name in wanted.keys() - present if info.trains and 0 not in info.shape else ():
+        lost = [name for name in wanted if name not in present]
+        for name in lost if info.trains and 0 not in info.shape else ():
             by_param[info.name].append(_lost(name, info.shape, wanted[name].dtype, 1))
 
 

@@ -153,7 +153,7 @@ def draw_state_bytes(axes: Axes, report: Report) -> None:
         title="Optimizer state per rank",
         ylabel="exp_avg and exp_avg_sq; hatched: master weights ($10^6$ bytes)",
     )
-    axes.margins(y=0.25)
+    axes.margins(y=0.45)  # for labels and legend
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     if ranks <= MOST_LABELLED:

@@ -46,7 +46,7 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> tuple[list[Inventory], list
     _check_paths(places)
     if len(places) == 1 and places[0].is_dir():
         return folders.read(places[0])
-    files = [find(_load(path)) for path in places]
+    files = [_contents_of(path) for path in places]
     for path, contents in zip(places, files, strict=True):
         check_holds_state(path, contents)
     _check_alike(places, files)
@@ -64,6 +64,16 @@ def _check_paths(paths: Sequence[Path]) -> None:
         if path.resolve() in seen:
             raise UnusableFile(f"{path}: got it twice, wanted a file for each rank")
         seen.add(path.resolve())
+
+
+def _contents_of(path: Path) -> Contents:
+    try:
+        return find(_load(path))
+    except UnusableFile:
+        raise
+    except Exception as error:  # it may hold anything
+        reason = f"{type(error).__name__}: {error}"
+        raise UnusableFile(f"{path}: cannot make sense of what it holds: {reason}") from error
 
 
 def _load(path: Path) -> Any:
