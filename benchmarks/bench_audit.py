@@ -44,9 +44,14 @@ def builders() -> dict[str, Build]:
     return found
 
 
-def measure(args: argparse.Namespace, job: str) -> None:
-    """Time one job on the ranks of the default group; its first rank reports. Collective."""
+def measure(args: argparse.Namespace) -> None:
+    """Time the jobs on the ranks of the default group; its first rank reports. Collective."""
     torch.set_num_threads(args.threads)
+    for job in args.jobs:
+        measure_job(args, job)
+
+
+def measure_job(args: argparse.Namespace, job: str) -> None:
     text = load_corpus(standard_library())
     runners: dict[str, Runner] = {
         name: TextRunner(build, text, args) if job == "GPT" else TinyRunner(build, args)
@@ -132,8 +137,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     for ranks in args.ranks:
-        for job in args.jobs:
-            run_ranks(ranks, measure, args, job)
+        run_ranks(ranks, measure, args)
 
 
 if __name__ == "__main__":
