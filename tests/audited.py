@@ -6,12 +6,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import Rank
 from torch.nn.parallel import DistributedDataParallel
 
 import fusedshard
+
+FSDP_ON_CPUS = not torch.__version__.startswith("2.6.")
+needs_fsdp_on_cpus = pytest.mark.skipif(
+    not FSDP_ON_CPUS, reason="FSDP2 of torch 2.6 does not run on CPUs"
+)
 
 # Sizes that no number of ranks divides, one that no two ranks share, and a channels_last weight.
 WIDTH = 17

@@ -13,6 +13,7 @@ from ranks import Rank, RankPool
 from fusedshard import AuditReport
 from fusedshard.auditing.report import PartReport
 
+FSDP2 = pytest.param(audited.fsdp2, marks=audited.needs_fsdp_on_cpus)
 WEIGHT = "2.weight"  # 17 x 16, of the first linear layer
 
 
@@ -74,7 +75,7 @@ def test_one_bit_of_one_moment(ranks: RankPool) -> None:
         assert word in report.headline
 
 
-@pytest.mark.parametrize("job", [audited.zero, audited.fsdp2, audited.ours])
+@pytest.mark.parametrize("job", [audited.zero, FSDP2, audited.ours])
 def test_shards_are_owned_once(ranks: RankPool, job: Any) -> None:
     report = one_report(ranks.run(3, audited.audited, job))
     assert (report.ok, report.kind) == (True, "sharded"), report.headline
@@ -90,7 +91,7 @@ def _drop(rank: Rank, model: Any, optimizer: Any) -> None:
         state.pop(param_of(model, WEIGHT), None)
 
 
-@pytest.mark.parametrize("job", [audited.zero, audited.fsdp2, audited.ours])
+@pytest.mark.parametrize("job", [audited.zero, FSDP2, audited.ours])
 def test_a_dropped_shard_is_a_gap(ranks: RankPool, job: Any) -> None:
     sound = one_report(ranks.run(3, audited.audited, job))
     report = one_report(ranks.run(3, audited.audited, job, _drop))

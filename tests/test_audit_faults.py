@@ -135,6 +135,7 @@ def _meshes(rank: Rank) -> list[str]:
     return [*found, fusedshard.audit(optimizer, model).kind]
 
 
+@audited.needs_fsdp_on_cpus
 def test_meshes_of_two_dimensions(ranks: RankPool) -> None:
     once = "sharded, each element owned once"
     assert ranks.run(4, _meshes) == [[once, once, once, "misowned"]] * 4

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from audited import needs_fsdp_on_cpus
 from saved_jobs import (
     NAMES,
     WEIGHT,
@@ -25,6 +26,8 @@ from saved_jobs import (
 
 from fusedshard import cli
 from fusedshard.auditing.files.contents import UnusableFile
+
+pytestmark = needs_fsdp_on_cpus  # which make the folder
 
 
 def test_a_sound_folder(originals: Path) -> None:

@@ -103,6 +103,7 @@ def _hybrid(rank: Rank, spoil: bool) -> AuditReport:
     return fusedshard.audit(optimizer, model)
 
 
+@audited.needs_fsdp_on_cpus
 def test_replicas_of_shards(ranks: RankPool) -> None:
     report = one_report(ranks.run(4, _hybrid, False))
     assert (report.ok, report.kind) == (True, "hybrid")
@@ -121,6 +122,7 @@ def _after_evaluation(rank: Rank) -> AuditReport:
     return fusedshard.audit(optimizer, model, process_group=rank.group)
 
 
+@audited.needs_fsdp_on_cpus
 def test_fsdp2_after_a_forward_alone(ranks: RankPool) -> None:
     report = one_report(ranks.run(2, _after_evaluation))
     assert report.kind == "sharded"

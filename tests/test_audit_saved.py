@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from audited import needs_fsdp_on_cpus
 from saved_jobs import (
     NAMES,
     RANKS,
@@ -29,7 +30,7 @@ from fusedshard import AuditReport
         ("ddp", "replicated"),
         ("replicated", "replicated"),
         ("zero", "sharded"),
-        ("fsdp2", "sharded"),
+        pytest.param("fsdp2", "sharded", marks=needs_fsdp_on_cpus),
         ("ours", "sharded"),
     ],
 )
@@ -133,6 +134,7 @@ def test_state_of_a_parameter_of_one_dimension(tmp_path: Path) -> None:
     assert stretches(tmp_path, whole[:5], whole[5:], shape=[12]).kind == "sharded"
 
 
+@needs_fsdp_on_cpus
 def test_a_lost_shard_of_a_distributed_tensor(saved: Path) -> None:
     report = audit(*files_of(saved / "fsdp2")[1:])
     assert report.kind == "misowned"

@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from audited import needs_fsdp_on_cpus
 from bench_tools import BENCHMARKS, check_bars, check_spread, load_module, only_report, run
 
 from fusedshard import _C
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
-
-needs_fsdp_on_cpus = pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="FSDP2 of torch 2.6 does not run on CPUs"
-)
 
 
 KERNEL_BYTES = {
