@@ -112,7 +112,15 @@ def test_a_dropped_shard_is_a_gap(ranks: RankPool, job: Any) -> None:
 def _double(rank: Rank, model: Any, optimizer: Any) -> None:
     """Rank 1 has rank 0's part of a parameter's state, too."""
     param = param_of(model, WEIGHT)
-    if hasattr(optimizer, "optim"):
+    if is_dtensor(param):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        moment = optimizer.state[param]["exp_avg"]
+        whole = moment.full_tensor()  # on all ranks, and kept on one
+        if rank.rank == 1:
+            copy = DTensor.from_local(whole, moment.device_mesh, [Replicate()], run_check=False)
+            optimizer.state[param]["exp_avg"] = copy
+    elif hasattr(optimizer, "optim"):
         values = {"step": torch.tensor(3.0)}
         values |= {name: torch.zeros(param.shape) for name in ("exp_avg", "exp_avg_sq")}
         optimizer.optim.state[param] = values
@@ -122,7 +130,11 @@ def _double(rank: Rank, model: Any, optimizer: Any) -> None:
             state[name] = torch.cat([state[name], state[name]])
 
 
-@pytest.mark.parametrize("job", [audited.zero, audited.ours])
+def is_dtensor(param: torch.Tensor) -> bool:
+    return hasattr(param, "placements")
+
+
+@pytest.mark.parametrize("job", [audited.zero, FSDP2, audited.ours])
 def test_a_doubled_shard_is_an_overlap(ranks: RankPool, job: Any) -> None:
     report = one_report(ranks.run(3, audited.audited, job, _double))
     assert not report.ok and report.kind == "misowned"

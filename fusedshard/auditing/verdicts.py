@@ -147,11 +147,17 @@ def _parameter_report(info: ParamInfo, parts: Iterable[PartReport]) -> Parameter
 def wanted_copies(arrays: Mapping[Array, Sequence[Holding]], world_size: int) -> dict[Array, int]:
     """How many ranks must hold each element of an array: what its pieces say, or where these
     cannot know as many as hold any."""
-    stated = {array: max(h.piece.copies for h in held) for array, held in arrays.items()}
+    stated = {array: _most_common([h.piece.copies for h in held]) for array, held in arrays.items()}
     return {
         array: min(copies, world_size) if copies else _most_copies(arrays[array])
         for array, copies in stated.items()
     }
+
+
+def _most_common(numbers: Sequence[int]) -> int:
+    """Of equally frequent ones the smallest."""
+    counts = Counter(numbers)
+    return min(counts, key=lambda number: (-counts[number], number))
 
 
 def _most_copies(held: Sequence[Holding]) -> int:
