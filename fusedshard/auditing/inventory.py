@@ -17,8 +17,7 @@ from fusedshard.auditing.pieces import (
     Held,
     Inventory,
     ParamInfo,
-    Piece,
-    dtype_name,
+    box,
     whole,
 )
 from fusedshard.dense import is_wrapper
@@ -216,15 +215,6 @@ def _held_of_dtensor(param: str, part: str, tensor: Any, ranks: Collection[int])
                 f"{part} of {param}: got a local shard of shape {tuple(local.shape)} for a chunk "
                 f"of {size}, wanted one chunk a rank"
             )
-        piece = Piece(
-            param,
-            part,
-            tuple(tensor.shape),
-            offset,
-            size,
-            dtype_name(local.dtype),
-            len(ranks) // shards if all_of_mesh else 0,
-            tuple(local.stride()),
-        )
-        held.append(Held(piece, local))
+        copies = len(ranks) // shards if all_of_mesh else 0
+        held.append(box(param, part, tuple(tensor.shape), offset, local, copies))
     return held

@@ -93,21 +93,23 @@ class Inventory(NamedTuple):
     must_have_state: bool = False
 
 
-def whole(
-    param: str, part: str, tensor: torch.Tensor, copies: int = 0, dtype: torch.dtype | None = None
+def box(
+    param: str, part: str, shape: Index, offset: Index, tensor: torch.Tensor, copies: int
 ) -> Held:
+    """A tensor that is a box of an array, of its own size."""
+    size, strides = tuple(tensor.shape), tuple(tensor.stride())
+    dtype = dtype_name(tensor.dtype)
+    return Held(Piece(param, part, shape, offset, size, dtype, copies, strides), tensor)
+
+
+def whole(param: str, part: str, tensor: torch.Tensor, copies: int = 0) -> Held:
     """A tensor that is an array by itself."""
-    shape = tuple(tensor.shape)
-    name = dtype_name(dtype or tensor.dtype)
-    strides = tuple(tensor.stride())
-    return Held(Piece(param, part, shape, (0,) * len(shape), shape, name, copies, strides), tensor)
+    return box(param, part, tuple(tensor.shape), (0,) * tensor.dim(), tensor, copies)
 
 
 def stretch(param: str, part: str, tensor: torch.Tensor, start: int, numel: int) -> Held:
     """Elements of an array of ``numel``, in storage order, that one rank alone must hold."""
-    size = (len(tensor),)
-    piece = Piece(param, part, (numel,), (start,), size, dtype_name(tensor.dtype), 1, (1,))
-    return Held(piece, tensor)
+    return box(param, part, (numel,), (start,), tensor, 1)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

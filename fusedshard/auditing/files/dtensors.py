@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from fusedshard.auditing.pieces import Held, Index, Piece, dtype_name
+from fusedshard.auditing.pieces import Held, Index, box
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -37,17 +37,8 @@ def held_in_dtensor(param: str, part: str, tensor: Any, ranks: int) -> Sequence[
             f"{part} of {param}: got a shard of shape {tuple(local.shape)}, wanted {size}"
         )
     shards = math.prod(count for _, _, count in sharded)
-    piece = Piece(
-        param,
-        part,
-        tuple(tensor.shape),
-        offset,
-        size,
-        dtype_name(local.dtype),
-        max(1, ranks // shards),
-        tuple(local.stride()),
-    )
-    return [Held(piece, local.detach())]
+    copies = max(1, ranks // shards)
+    return [box(param, part, tuple(tensor.shape), offset, local.detach(), copies)]
 
 
 def _box(shape: Index, sharded: Sequence[tuple[int, int, int]]) -> tuple[Index, Index]:
