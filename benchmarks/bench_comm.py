@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from charts import Panel, save_bars, spreads_of
 from harness import (
     Samples,
     Spread,
@@ -158,7 +159,23 @@ def publish(report: dict[str, Any], args: argparse.Namespace, console: Console) 
             times = Spread(**row["seconds"]).text(scale=1e3)
             table.add_row(row["name"], times, Spread(**row["against_all_reduce"]).text())
         console.print(table)
-    write(report, args.out, f"comm_{ranks}_ranks", console)
+    name = f"comm_{ranks}_ranks"
+    write(report, args.out, name, console)
+    title = f"One bucket over gloo, {ranks} ranks"
+    save_bars(args.out, name, title, panels(report), console)
+
+
+def panels(report: dict[str, Any]) -> list[Panel]:
+    label = f"time / time of {ALL_REDUCE}"
+    return [
+        Panel(
+            f"{result['megabytes']} MiB",
+            spreads_of(result["rows"], "against_all_reduce"),
+            label,
+            1.0,
+        )
+        for result in report["results"]
+    ]
 
 
 def parse() -> argparse.Namespace:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from charts import Panel, save_bars, spreads_of
 from fingerprint_fuzz import COPIES, SMALL_CASES, Case, Tally, fuzz
 from harness import Spread, Timing, interleave, ratio, rows_beside, threads
 from load import median_other_cores, wait_for_idle
@@ -147,6 +148,19 @@ def print_fuzz(found: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
+def panels(report: dict[str, Any]) -> list[Panel]:
+    found = []
+    for result in report["results"]:
+        of = f"threads: {result['threads']}"
+        large = spreads_of(result["rows"], "time_against_base")
+        small = spreads_of(result["small_tensors"], "time_against_base")
+        found += [
+            Panel(f"one large tensor, {of}", large, f"time / time of {SUM}", MOST),
+            Panel(f"{SMALL_TENSORS} small tensors, {of}", small, f"time / time of {SUM_EACH}", 1.0),
+        ]
+    return found
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Fingerprints on the CPU.")
     parser.add_argument("--elements", type=int, help="of the fp32 tensor (default: 64 Mi)")
@@ -179,6 +193,8 @@ def main() -> None:
     print_fuzz(found, console)
     console.print(bars_table(found_bars, quick=args.quick))
     write(report, args.out, "fingerprint", console)
+    title = f"Fingerprints of {args.elements} fp32 elements"
+    save_bars(args.out, "fingerprint", title, panels(report), console)
     wrong = sum(row["wrong"] for row in found)
     sys.exit(f"{wrong} changes were not told rightly" if wrong else 0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness import Spread
 from rich.console import Console
@@ -40,7 +40,8 @@ def save_figure(figure: Figure, folder: Path, name: str, console: Console) -> No
 
 
 def colour_of(name: str) -> str:
-    return OURS if name.startswith("fusedshard") else OTHERS
+    """Ours stand out."""
+    return OURS if "fusedshard" in name or name.startswith("fingerprint") else OTHERS
 
 
 def draw_bars(
@@ -74,6 +75,28 @@ def draw_bars(
     axes.set_xlabel(label)
     if reference is not None:
         axes.axvline(reference, color="black", linestyle=":", linewidth=1)
+
+
+class Panel(NamedTuple):
+    """One set of bars, as `draw_bars` takes them."""
+
+    title: str
+    spreads: Mapping[str, Spread]
+    label: str
+    reference: float | None = None
+
+
+def save_bars(
+    folder: Path, name: str, title: str, panels: Sequence[Panel], console: Console
+) -> None:
+    """Write NAME.png: one panel below the other, each as high as its bars need."""
+    bars = [len(panel.spreads) + 2 for panel in panels]
+    figure = new_figure(title, height=0.8 + 0.3 * sum(bars) + 0.5 * len(panels))
+    columns = figure.subplots(len(panels), 1, squeeze=False, height_ratios=bars)
+    for axes, panel in zip(columns[:, 0], panels, strict=True):
+        draw_bars(axes, panel.spreads, panel.label, panel.reference)
+        axes.set_title(panel.title, fontsize=10)
+    save_figure(figure, folder, name, console)
 
 
 def spreads_of(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, Spread]:
