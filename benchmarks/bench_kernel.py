@@ -1,251 +1,118 @@
-"""The CPU update alone: in fp32 against torch.optim.AdamW, and in mixed precision, each beside the
-roofline.
+"""The update alone: in fp32 against torch.optim.AdamW's three implementations and DeepSpeed's, and
+in every configuration of formats, each beside the roofline; then a whole step of 1,000 small
+tensors.
 
-    python benchmarks/bench_kernel.py [--elements N] [--threads 1 2] [--isa all] [--quick]
+    python benchmarks/bench_kernel.py [--elements N...] [--threads 1 2] [--isa all] [--quick]
+    python benchmarks/bench_kernel.py --device cuda
 
 The roofline is a loop that reads four arrays and writes three in place, as an update must, and
 computes next to nothing: it runs on the very buffers that fusedshard updates. The read floor only
-reads four arrays: no update can be faster, whatever it does about its writes. README.md says how
-to read the figures.
+reads four arrays: no update can be faster, whatever it does about its writes. On a GPU the roofline
+is a copy. README.md says how to read the figures.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
-import mixed_arrays
 import torch
-from harness import Samples, Spread, Timing, interleave, ratio, threads
-from load import median_other_cores, wait_for_idle
-from mixed_arrays import CONFIGURATIONS
-from record import Bar, add_common_options, bars_table, busy, header, open_console, write
+from cold_copies import CACHES, last_level_cache
+from gpu_stage import DeviceClock
+from harness import Samples, Spread, ratio
+from kernel_chart import draw, grouped, size_text
+from kernel_contenders import DEEPSPEED, FOREACH, SMALL_TENSORS, TORCH
+from kernel_measure import READ_FLOOR, ROOFLINE, Plan, distances, fits, measure_size
+from kernel_small import OURS, measure_small
+from load import wait_for_idle
+from record import Bar, add_common_options, bars_table, busy, header, machine, open_console, write
+from rich.console import Console
 from rich.table import Table
 
-from fusedshard import _C, kernels
-from fusedshard.native import AdamState
-from fusedshard.tables import GroupScalars
+from fusedshard import _C
 
-Update = Callable[[], object]
-
-TORCH = "torch AdamW fused"
-ROOFLINE = "roofline"
-READ_FLOOR = "read floor"
-UPDATE_BYTES = 28  # an element: parameter, gradient and two moments read, all but gradient written
-READ_BYTES = 16
-HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
-GROUP = GroupScalars(
-    beta1=0.9,
-    beta2=0.999,
-    eps=1e-8,
-    decoupled=True,
-    amsgrad=False,
-    maximize=False,
-    **HYPERPARAMETERS,
-)
-
-
-class Arrays(NamedTuple):
-    """What an update works on: 1-D fp32 tensors of one length."""
-
-    param: torch.Tensor
-    grad: torch.Tensor
-    exp_avg: torch.Tensor
-    exp_avg_sq: torch.Tensor
-
-
-def allocate(elements: int, *, flat: bool) -> Arrays:
-    """The same values each time, in fusedshard's flat memory or in torch's.
-
-    Gradients are positive, so that the roofline loop, which adds them to everything, never makes
-    a second moment negative.
-    """
-    new = partial(kernels.flat_memory, dtype=torch.float32) if flat else torch.zeros
-    arrays = Arrays(*(new(elements) for _ in Arrays._fields))
-    generator = torch.Generator().manual_seed(0)
-    arrays.param.normal_(generator=generator)
-    arrays.grad.uniform_(0.5, 1.5, generator=generator)
-    return arrays
+SIZES = [1 << 10, 1 << 14, 1 << 18, 1 << 22, 1 << 25, 1 << 28]
+QUICK_SIZES, QUICK_COPIES, QUICK_TENSORS = [1 << 10, 1 << 14], 3, 50
+JUDGED = 1 << 25  # elements that bars are about
+# By threads: at least so many times as fast as torch's fused, and such a share of the roofline.
+AGAINST_TORCH, OF_ROOFLINE = {1: 1.6, 2: 1.4}, {1: 0.95, 2: 0.9}
+AGAINST_DEEPSPEED, AGAINST_FOREACH = 1.2, 3.0
 
 
 @dataclass(frozen=True)
-class Contender:
-    """One implementation.
+class Bounded(Bar):
+    """A claim of speed, beside what an update that only reads would reach."""
 
-    Attributes:
-        build: makes the update of some arrays.
-        flat: it works on the flat buffers, which all such contenders share; else on its own.
-    """
+    ceiling: Spread = field(kw_only=True)
 
-    name: str
-    build: Callable[[Arrays], Update]
-    flat: bool = False
+    def as_json(self) -> dict[str, Any]:
+        return super().as_json() | {"ceiling": asdict(self.ceiling)}
 
 
-def fusedshard_update(isa: str, arrays: Arrays) -> Update:
-    state = AdamState(arrays.param, arrays.exp_avg, arrays.exp_avg_sq, None)
-    return mixed_arrays.adamw_update(isa, state, arrays.grad, GROUP)
+def threads_text(count: int) -> str:
+    return f"{count} thread{'s' * (count > 1)}"
 
 
-def torch_update(implementation: str, arrays: Arrays) -> Update:
-    """`implementation` is torch's name of the option that asks for it, or for-loop."""
-    chosen = {"foreach": False} if implementation == "for-loop" else {implementation: True}
-    return torch.optim.AdamW([_parameter(arrays)], **HYPERPARAMETERS | chosen).step
+def fp32_bars(samples: Samples, ours: str, count: int, elements: int, device: str) -> list[Bar]:
+    """Of one number of threads; a GPU's bars are gpu_check.py's."""
+    if device != "cpu" or count not in AGAINST_TORCH:
+        return []
+    where = f"{size_text(elements)} fp32 elements, {threads_text(count)}"
+    found: list[Bar] = []
+    for rival, wanted in ((TORCH, AGAINST_TORCH[count]), (DEEPSPEED, AGAINST_DEEPSPEED)):
+        if rival in samples and (rival == TORCH or count == 1):
+            speed, ceiling = ratio(samples, rival, ours), ratio(samples, rival, READ_FLOOR)
+            claim = f"speed against {rival}, {where}"
+            found.append(Bounded(claim, speed, at_least=wanted, ceiling=ceiling))
+    share = ratio(samples, ROOFLINE, ours)
+    return [*found, Bar(f"share of the roofline, {where}", share, at_least=OF_ROOFLINE[count])]
 
 
-def torch_on_flat_update(arrays: Arrays) -> Update:
-    """torch's fused update on our memory: what is left to the kernel once the memory is equal."""
-    param = _parameter(arrays)
-    optimizer = torch.optim.AdamW([param], **HYPERPARAMETERS, fused=True)
-    optimizer.state[param].update(
-        step=torch.zeros(()), exp_avg=arrays.exp_avg, exp_avg_sq=arrays.exp_avg_sq
+def small_bar(samples: Samples, count: int, tensors: int) -> Bar:
+    claim = f"step of {tensors:,} small tensors: speed against {FOREACH}, {threads_text(count)}"
+    return Bar(claim, ratio(samples, FOREACH, OURS), at_least=AGAINST_FOREACH)
+
+
+def sizes_table(results: Sequence[dict[str, Any]], differences: dict[str, float]) -> Table:
+    """All sizes at one number of threads: GB/s, and their share of the roofline's."""
+    title = f"{threads_text(results[0]['threads'])}: GB/s (share of the roofline)"
+    table = Table(
+        "", "bytes", *(size_text(r["elements"]) for r in results), "from fp64", title=title
     )
-    return optimizer.step
-
-
-def deepspeed_update(arrays: Arrays) -> Update:
-    adam = importlib.import_module("deepspeed.ops.adam")  # an extra, which may not be there
-    return adam.DeepSpeedCPUAdam([_parameter(arrays)], **HYPERPARAMETERS, adamw_mode=True).step
-
-
-def _parameter(arrays: Arrays) -> torch.nn.Parameter:
-    param = torch.nn.Parameter(arrays.param)
-    param.grad = arrays.grad
-    return param
-
-
-def contenders(isas: Sequence[str]) -> list[Contender]:
-    found = [Contender(our_name(isa), partial(fusedshard_update, isa), flat=True) for isa in isas]
-    found += [
-        Contender(TORCH, partial(torch_update, "fused")),
-        Contender("torch AdamW fused, our memory", torch_on_flat_update, flat=True),
-        Contender("torch AdamW foreach", partial(torch_update, "foreach")),
-    ]
-    if importlib.util.find_spec("deepspeed"):
-        found.append(Contender("DeepSpeedCPUAdam", deepspeed_update))
-    return found
-
-
-def our_name(isa: str) -> str:
-    return f"fusedshard {isa}"
-
-
-def largest_difference(contender: Contender, steps: int = 3, elements: int = 10_000) -> float:
-    """Of its parameters from those of torch's for-loop Adam in fp64, after a few equal steps."""
-    arrays = allocate(elements, flat=contender.flat)
-    exact = Arrays(*(array.double() for array in arrays))
-    update = contender.build(arrays)
-    reference = torch_update("for-loop", exact)
-    for _ in range(steps):
-        update()
-        reference()
-    return (arrays.param - exact.param).abs().max().item()
-
-
-def roofline(isa: str, arrays: Arrays) -> None:
-    _C.set_cpu_variant(isa)
-    param, grad, exp_avg, exp_avg_sq = (array.data_ptr() for array in arrays)
-    elements, count = arrays.param.numel(), torch.get_num_threads()
-    _C.roofline_f32(param, grad, exp_avg, exp_avg_sq, elements, count)
-
-
-def read_floor(arrays: Arrays) -> None:
-    torch.dot(arrays.param, arrays.grad)
-    torch.dot(arrays.exp_avg, arrays.exp_avg_sq)
-
-
-def counted(work: Update) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
-class Measured(NamedTuple):
-    """What is timed, and the bytes that it has to move for an element."""
-
-    work: Update
-    update_bytes: int
-
-
-def works(args: argparse.Namespace) -> dict[str, Measured]:
-    shared = allocate(args.elements, flat=True)
-    found = {
-        ROOFLINE: Measured(partial(roofline, args.isa[0], shared), UPDATE_BYTES),
-        READ_FLOOR: Measured(partial(read_floor, shared), READ_BYTES),
-    }
-    for contender in contenders(args.isa):
-        arrays = shared if contender.flat else allocate(args.elements, flat=False)
-        found[contender.name] = Measured(contender.build(arrays), UPDATE_BYTES)
-    for configuration in CONFIGURATIONS:
-        state, gradient = mixed_arrays.allocate(configuration, args.elements)
-        for isa in args.isa:
-            name = f"{our_name(isa)}: {configuration.name}"
-            work = mixed_arrays.adamw_update(isa, state, gradient, GROUP)
-            found[name] = Measured(work, configuration.update_bytes)
-    return found
-
-
-def measure(args: argparse.Namespace, measured: dict[str, Measured]) -> dict[int, Timing]:
-    """Times of everything, by number of threads."""
-    variants = {name: partial(counted, work) for name, (work, _) in measured.items()}
-    idle = partial(wait_for_idle, args.idle_wait)
-    timings = {}
-    for count in args.threads:
-        with threads(count):
-            timings[count] = interleave(variants, args.repeats, before_round=idle)
-    return timings
-
-
-def rows(samples: Samples, elements: int, measured: dict[str, Measured]) -> list[dict[str, Any]]:
-    """The figures of one number of threads."""
-    found = []
-    for name, seconds in samples.items():
-        spread, update_bytes = Spread.of(seconds), measured[name].update_bytes
-        share = ratio(samples, ROOFLINE, name).scaled(update_bytes / UPDATE_BYTES)
-        found.append(
-            {
-                "name": name,
-                "bytes_an_element": update_bytes,
-                "seconds": asdict(spread),
-                "gigabytes_per_second": update_bytes * elements / spread.median / 1e9,
-                "share_of_roofline": asdict(share),
-                "speed_against_torch_fused": asdict(ratio(samples, TORCH, name)),
-                "samples": seconds,
-            }
+    rows = [{row["name"]: row for row in result["rows"]} for result in results]
+    for name in dict.fromkeys(name for found in rows for name in found):
+        known = [found.get(name) for found in rows]
+        moved = next(row["bytes_an_element"] for row in known if row)
+        table.add_row(
+            name,
+            str(moved),
+            *("" if row is None else _bandwidth_text(row) for row in known),
+            f"{differences[name]:.1e}" if name in differences else "",
         )
-    return found
+    idle = (f"{result['other_cores']:.2f}" for result in results)
+    table.add_row("others' busy cores", "", *idle, "", style="dim")
+    return table
 
 
-def bars(samples: dict[int, Samples], ours: str) -> list[Bar]:
-    found = []
-    for count, against_torch, of_roofline in ((1, 1.6, 0.95), (2, 1.4, 0.9)):
-        if count in samples:
-            with_threads = f"{count} thread{'s' * (count > 1)}"
-            speed = ratio(samples[count], TORCH, ours)
-            share = ratio(samples[count], ROOFLINE, ours)
-            found += [
-                Bar(f"speed against {TORCH}, {with_threads}", speed, at_least=against_torch),
-                Bar(f"share of the roofline, {with_threads}", share, at_least=of_roofline),
-            ]
-    return found
+def _bandwidth_text(row: dict[str, Any]) -> str:
+    share = row["share_of_roofline"]["median"]
+    return f"{row['gigabytes_per_second']:.1f} ({share:.2f})"
 
 
-def results_table(result: dict[str, Any]) -> Table:
-    table = Table(title=f"threads: {result['threads']}, {busy(result['other_cores'])}")
-    columns = ("", "bytes", "ms: median (quartiles)", "GB/s", "of roofline", "against torch fused")
-    for column in columns:
+def details_table(result: dict[str, Any]) -> Table:
+    """Times of one size, with their spread."""
+    size, count = size_text(result["elements"]), threads_text(result["threads"])
+    table = Table(title=f"{size} elements, {count}, {busy(result['other_cores'])}")
+    for column in ("", "us: median (quartiles)", "GB/s", "of roofline", "against torch fused"):
         table.add_column(column, justify="right" if column else "left")
     for row in result["rows"]:
         table.add_row(
             row["name"],
-            str(row["bytes_an_element"]),
-            Spread(**row["seconds"]).text(scale=1e3),
+            Spread(**row["seconds"]).text(scale=1e6, digits=1),
             f"{row['gigabytes_per_second']:.1f}",
             Spread(**row["share_of_roofline"]).text(),
             Spread(**row["speed_against_torch_fused"]).text(),
@@ -253,11 +120,38 @@ def results_table(result: dict[str, Any]) -> Table:
     return table
 
 
+def small_table(result: dict[str, Any]) -> Table:
+    title = f"step of {result['tensors']:,} small tensors, {threads_text(result['threads'])}"
+    table = Table(title=f"{title}, {busy(result['other_cores'])}")
+    for column in ("", "ms: median (quartiles)", "GB/s", "against torch foreach", "from fp64"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in result["rows"]:
+        table.add_row(
+            row["name"],
+            Spread(**row["seconds"]).text(scale=1e3),
+            f"{row['gigabytes_per_second']:.1f}",
+            Spread(**row["speed_against_torch_foreach"]).text(),
+            f"{row['largest_difference_from_fp64']:.1e}",
+        )
+    return table
+
+
+def available_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (found,) = (line for line in lines if line.startswith("MemAvailable:"))
+    return int(found.split()[1]) << 10
+
+
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="The CPU update alone.")
+    parser = argparse.ArgumentParser(description="The update alone.")
     variants = _C.cpu_variants()
-    parser.add_argument("--elements", type=int, help="of each array (default: 32 Mi)")
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
+    parser.add_argument(
+        "--elements", type=int, nargs="+", help="of each array (default: 1 Ki to 256 Mi)"
+    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(default: cpu)")
+    parser.add_argument("--threads", type=int, nargs="+", help="(default: 1 2; one of a GPU)")
     parser.add_argument(
         "--isa",
         nargs="+",
@@ -269,38 +163,86 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     if "all" in args.isa:
         args.isa = variants[::-1]
-    args.elements = args.elements or (1 << 18 if args.quick else 32 << 20)
+    if args.device == "cuda":
+        args.isa = [None]
+    args.elements = sorted(args.elements or (QUICK_SIZES if args.quick else SIZES))
+    args.threads = args.threads or ([1, 2] if args.device == "cpu" else [1])
     args.repeats = args.repeats or (3 if args.quick else 15)
     return args
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    on_cpu = args.device == "cpu"
+    return Plan(
+        device=args.device,
+        isas=args.isa,
+        threads=args.threads,
+        repeats=args.repeats,
+        cold_bytes=CACHES * last_level_cache() if on_cpu else 0,  # a GPU's clock flushes its own
+        most_copies=QUICK_COPIES if args.quick else 1 << 20,
+        before_round=partial(wait_for_idle, args.idle_wait),
+        device_seconds=None if on_cpu else DeviceClock().seconds,
+    )
+
+
+def measure(
+    plan: Plan, args: argparse.Namespace, console: Console
+) -> tuple[dict[str, Any], list[Bar]]:
+    """All of it, as the report has it, and the bars."""
+    measured = [size for size in args.elements if fits(size, available_bytes(plan.device))]
+    left_out = [size for size in args.elements if size not in measured]
+    if not measured:
+        raise SystemExit("no size fits into memory")
+    if left_out:
+        names = ", ".join(map(size_text, left_out))
+        console.print(f"left out, as memory does not suffice: {names} elements")
+    small, small_samples = measure_small(plan, QUICK_TENSORS if args.quick else SMALL_TENSORS)
+    results: list[dict[str, Any]] = []
+    bars: list[Bar] = []
+    judged = max((size for size in measured if size <= JUDGED), default=measured[0])
+    for elements in measured:
+        of_size, samples = measure_size(plan, elements)
+        results += of_size
+        if elements == judged:
+            for count in plan.threads:
+                ours = plan.names[0]
+                bars += fp32_bars(samples[count], ours, count, elements, plan.device)
+    for of_small in small:
+        count = of_small["threads"]
+        bars.append(small_bar(small_samples[count], count, of_small["tensors"]))
+    found = {
+        "device_name": torch.cuda.get_device_name() if plan.device == "cuda" else machine()["cpu"],
+        "cold_bytes": plan.cold_bytes,
+        "left_out": left_out,
+        "largest_difference_from_fp64": distances(plan),
+        "results": results,
+        "small_tensors": small,
+        "bars": [bar.as_json() for bar in bars],
+    }
+    return found, bars
+
+
+def print_report(report: dict[str, Any], bars: Sequence[Bar], console: Console) -> None:
+    for results in grouped(report["results"]).values():
+        console.print(sizes_table(results, report["largest_difference_from_fp64"]))
+        console.print(details_table(results[-1]))
+    for result in report["small_tensors"]:
+        console.print(small_table(result))
+    console.print(bars_table(bars, quick=report["settings"]["quick"]))
+    for bar in bars:
+        if isinstance(bar, Bounded):
+            most = bar.ceiling.text()
+            console.print(f"{bar.claim}: no update can reach more than {most}: the read floor")
 
 
 def main() -> None:
     args = parse()
     console = open_console()
-    differences = {c.name: largest_difference(c) for c in contenders(args.isa)}
-    measured = works(args)
-    timings = measure(args, measured)
-    samples = {count: timing.samples for count, timing in timings.items()}
-    found_bars = bars(samples, our_name(args.isa[0]))
-    report = header("kernel", args) | {
-        "largest_difference_from_fp64": differences,
-        "results": [
-            {
-                "threads": count,
-                "other_cores": median_other_cores([timing.rounds]),
-                "rows": rows(timing.samples, args.elements, measured),
-            }
-            for count, timing in timings.items()
-        ],
-        "bars": [bar.as_json() for bar in found_bars],
-    }
-    console.print(f"{args.elements} elements, {args.repeats} interleaved rounds")
-    for result in report["results"]:
-        console.print(results_table(result))
-        ceiling = ratio(samples[result["threads"]], TORCH, READ_FLOOR)
-        console.print(f"no update can beat {TORCH} by more than {ceiling.text()}: the read floor")
-    console.print(bars_table(found_bars, quick=args.quick))
+    measured, bars = measure(plan_of(args), args, console)
+    report = header("kernel", args) | measured
+    print_report(report, bars, console)
     write(report, args.out, "kernel", console)
+    draw(report, args.out, console)
 
 
 if __name__ == "__main__":

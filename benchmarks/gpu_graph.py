@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from gpu_stage import Spread, Work, interleaved, ratio, save
-from gpu_update import SMALL_TENSORS, small_tensors
+from gpu_update import small_tensors
+from kernel_contenders import SMALL_TENSORS
 
 STEPS = 20  # in a row, of one sample
 REPLAY = ", replayed"

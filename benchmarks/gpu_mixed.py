@@ -10,12 +10,11 @@ from typing import Any
 import mixed_arrays
 import torch
 from gpu_stage import DeviceClock, Samples, Spread, Work, interleaved, save
-from gpu_update import COPY, share_of_copy, whole_table
+from gpu_update import COPY, share_of_copy
+from kernel_contenders import shard_update
 from mixed_arrays import CONFIGURATIONS, Configuration
 
-from fusedshard.kernels import adam_
 from fusedshard.native import AdamState
-from fusedshard.tables import integers
 
 ELEMENTS, QUICK_ELEMENTS = 2**27, 2**22
 
@@ -23,15 +22,9 @@ ELEMENTS, QUICK_ELEMENTS = 2**27, 2**22
 def update_of(
     configuration: Configuration, elements: int, device: str = "cuda"
 ) -> tuple[AdamState, Work]:
-    """A shard that holds one parameter, and its second update."""
+    """A shard that holds one parameter, and its update."""
     state, gradient = mixed_arrays.allocate(configuration, elements, device)
-    table, steps = whole_table(gradient, state.param.itemsize), integers([1]).to(device)
-
-    def update() -> torch.Tensor:
-        adam_(state, table, steps)
-        return gradient  # which the table only points at
-
-    return state, update
+    return state, shard_update(state, gradient)
 
 
 def row_of(samples: Samples, configuration: Configuration, elements: int) -> dict[str, Any]:

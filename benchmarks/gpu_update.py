@@ -14,12 +14,18 @@ from typing import Any
 
 import torch
 from gpu_stage import Bar, DeviceClock, Samples, Spread, Work, interleaved, ratio, save
+from kernel_contenders import (
+    HYPERPARAMETERS,
+    SCALARS,
+    SMALL_TENSORS,
+    small_parameters,
+    whole_table,
+)
 
 import fusedshard
 from fusedshard.kernels import adam_
-from fusedshard.layout import Segment
 from fusedshard.native import AdamState
-from fusedshard.tables import GroupScalars, SegmentTable, StepTables, integers
+from fusedshard.tables import integers
 
 COPY = "copy"
 KERNEL, TORCH_KERNEL = "fusedshard kernel", "torch._fused_adamw_"
@@ -30,24 +36,6 @@ ARRAYS = 7  # of a size's elements at most at any time, with those that move and
 SIZES = [4**power for power in range(5, 16)]  # 1 Ki to 1 Gi
 LARGE = 100_000_000  # elements, from which on the bars hold
 OF_COPY, OF_TORCH = 0.93, 1.05
-SMALL_TENSORS, LARGEST_SMALL = 1000, 10_000
-LR, EPS, DECAY = 1e-3, 1e-8, 0.01
-BETA1, BETA2 = 0.9, 0.999
-HYPERPARAMETERS: dict[str, Any] = {"lr": LR, "weight_decay": DECAY}
-
-
-def whole_table(grad: torch.Tensor, itemsize: int) -> SegmentTable:
-    """Of one parameter that is the shard, with so many bytes an element, ready to run."""
-    segment = Segment(0, 0, 0, grad.numel())
-    tables = StepTables([([segment], itemsize)], integers([0]), 1, grad.device)
-    group = GroupScalars(
-        LR, BETA1, BETA2, EPS, DECAY, decoupled=True, amsgrad=False, maximize=False
-    )
-    tables.set_groups([group])
-    tables.set_used(integers([1]))
-    tables.point_at_shards([grad])
-    tables.upload()
-    return tables.tables[0]
 
 
 def contenders(elements: int, device: str) -> dict[str, Work]:
@@ -65,27 +53,12 @@ def contenders(elements: int, device: str) -> dict[str, Work]:
     table, steps = whole_table(grad, grad.itemsize), integers([1]).to(device)
     target = torch.empty_like(grad)
 
-    def torch_kernel() -> None:
-        torch._fused_adamw_(
-            [state.param],
-            [grad],
-            [exp_avg],
-            [exp_avg_sq],
-            [],
-            torch_steps,
-            lr=LR,
-            beta1=BETA1,
-            beta2=BETA2,
-            weight_decay=DECAY,
-            eps=EPS,
-            amsgrad=False,
-            maximize=False,
-        )
+    lists = ([array] for array in (state.param, grad, exp_avg, exp_avg_sq))
 
     return {
         COPY: partial(target.copy_, grad),
         KERNEL: partial(adam_, state, table, steps),
-        TORCH_KERNEL: torch_kernel,
+        TORCH_KERNEL: partial(torch._fused_adamw_, *lists, [], torch_steps, **SCALARS),
         STEP: ours.step,
         TORCH_STEP: theirs.step,
     }
@@ -93,18 +66,12 @@ def contenders(elements: int, device: str) -> dict[str, Work]:
 
 def small_tensors(device: str, **options: Any) -> dict[str, torch.optim.Optimizer]:
     """Both optimizers on the same gradients of many small tensors."""
-    generator = torch.Generator().manual_seed(0)
-    sizes = torch.randint(1, LARGEST_SMALL + 1, (SMALL_TENSORS,), generator=generator).tolist()
-    values = [torch.randn(size, generator=generator).to(device) for size in sizes]
     made: dict[str, torch.optim.Optimizer] = {}
     for name, kind, own in (
         (STEP, fusedshard.AdamW, options),
         (TORCH_STEP, torch.optim.AdamW, options | {"fused": True}),
     ):
-        params = [torch.nn.Parameter(value.clone()) for value in values]
-        for param, value in zip(params, values, strict=True):
-            param.grad = value * 0.1
-        made[name] = kind(params, **HYPERPARAMETERS, **own)
+        made[name] = kind(small_parameters(device), **HYPERPARAMETERS, **own)
     return made
 
 

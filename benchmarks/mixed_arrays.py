@@ -3,15 +3,12 @@ of them moves."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from fusedshard import _C, kernels
-from fusedshard.layout import Segment
+from fusedshard import kernels
 from fusedshard.native import CODE_BLOCK, AdamState
-from fusedshard.tables import GroupScalars, StepTables
 
 
 @dataclass(frozen=True)
@@ -27,8 +24,13 @@ class Configuration:
     def update_bytes(self) -> int:
         """That an update moves for an element: the gradient is read, all else is read and written.
         (Exponents of codes are 1/32 byte more, and checks of remainders 1/16.)"""
+        return 4 + 2 * (self.memory_bytes - 4)
+
+    @property
+    def memory_bytes(self) -> int:
+        """That lie in memory for an element, its fp32 gradient with them."""
         master = 0 if self.master is None else self.master.itemsize
-        return 4 + 2 * (self.param.itemsize + master + 2 * self.moments.itemsize)
+        return 4 + self.param.itemsize + master + 2 * self.moments.itemsize
 
 
 _NARROW = torch.bfloat16
@@ -77,21 +79,19 @@ def allocate(
     return state, gradient
 
 
-def adamw_update(
-    isa: str, state: AdamState, gradient: torch.Tensor, group: GroupScalars
-) -> Callable[[], None]:
-    """The update of a shard that holds one parameter."""
-    segment = Segment(param=0, param_start=0, shard_start=0, length=gradient.numel())
-    group_of, steps = torch.zeros(1).long(), torch.zeros(1).long()
-    tables = StepTables([([segment], state.param.itemsize)], group_of, 1, gradient.device)
-    tables.set_used(torch.ones(1).long())
+def part(state: AdamState, start: int, elements: int) -> AdamState:
+    """Some elements of a shard, from the beginning of a block of codes on."""
+    stretch = slice(start, start + elements)
+    blocks = slice(start // CODE_BLOCK, -(-stretch.stop // CODE_BLOCK))
 
-    def update() -> None:
-        _C.set_cpu_variant(isa)
-        tables.set_groups([group])
-        tables.point_at_shards([gradient])  # here, so that it is kept
-        tables.upload()
-        kernels.adam_(state, tables.tables[0], steps)
-        steps.add_(1)
+    def cut(array: torch.Tensor | None, where: slice) -> torch.Tensor | None:
+        return None if array is None else array[where]
 
-    return update
+    return state._replace(
+        param=state.param[stretch],
+        exp_avg=state.exp_avg[stretch],
+        exp_avg_sq=state.exp_avg_sq[stretch],
+        master=cut(state.master, stretch),
+        exponents=tuple(cut(exponents, blocks) for exponents in state.exponents),
+        checks=cut(state.checks, blocks),
+    )

@@ -7,6 +7,8 @@ import torch
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether its operations are intercepted, so that its address is not that of its values."""
+    if type(tensor) is torch.Tensor:  # as all but a few are; the other question takes longer
+        return False
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
 

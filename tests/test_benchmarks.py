@@ -17,50 +17,6 @@ from fusedshard import _C
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-KERNEL_BYTES = {
-    "read floor": 16,
-    "bf16 + remainder, fp32 moments": 28,
-    "bf16 + remainder, bf16 moments": 20,
-    "bf16 + remainder, 8-bit moments": 16,
-    "bf16 alone, bf16 moments": 16,
-    "bf16 + fp32 master, fp32 moments": 32,
-    "fp16 + fp32 master, fp32 moments": 32,
-    "fp32, 8-bit moments": 16,
-}
-
-
-def test_kernel(tmp_path: Path) -> None:
-    options = ("--isa", "all", "--elements", "5000", "--repeats", "2", "--idle-wait", "0.01")
-    printed = run(tmp_path, str(BENCHMARKS / "bench_kernel.py"), *options)
-    report = only_report(tmp_path, "kernel")
-    assert (report["settings"]["elements"], report["settings"]["repeats"]) == (5000, 2)
-    variants = {f"fusedshard {isa}" for isa in report["settings"]["isa"]}
-    assert variants and "fusedshard baseline" in variants
-    for result, count in zip(report["results"], (1, 2), strict=True):
-        assert result["threads"] == count
-        rows = {row["name"]: row for row in result["rows"]}
-        assert variants < set(rows)
-        mixed = KERNEL_BYTES.keys() - {"read floor"}
-        assert {f"{variant}: {kind}" for variant in variants for kind in mixed} < set(rows)
-        assert {"roofline", "read floor", "torch AdamW fused", "torch AdamW foreach"} < set(rows)
-        for name, row in rows.items():
-            assert len(row["samples"]) == report["settings"]["repeats"]
-            check_spread(row["seconds"])
-            kind = name if name == "read floor" else name.partition(": ")[2]
-            assert row["bytes_an_element"] == KERNEL_BYTES.get(kind, 28)
-            counted = row["bytes_an_element"] * report["settings"]["elements"]
-            bandwidth = counted / row["seconds"]["median"] / 1e9
-            assert row["gigabytes_per_second"] == pytest.approx(bandwidth)
-            assert name in printed
-        assert rows["roofline"]["share_of_roofline"]["median"] == 1
-        assert rows["torch AdamW fused"]["speed_against_torch_fused"]["median"] == 1
-    differences = report["largest_difference_from_fp64"]
-    assert variants < set(differences)
-    assert max(differences.values()) < 1e-6, "not all did the same work"
-    assert len(report["bars"]) == 4
-    check_bars(report, printed)
-
-
 MIXED_VARIANTS = {
     "fusedshard",
     "fusedshard, bf16 moments",
