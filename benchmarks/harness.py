@@ -69,7 +69,9 @@ def interleave(
 def progress_bar(shown: bool) -> Progress:
     """On a terminal's stderr; without a trace once it is done."""
     columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    return Progress(*columns, console=Console(stderr=True), disable=not shown, transient=True)
+    console = Console(stderr=True)
+    shown = shown and console.is_terminal
+    return Progress(*columns, console=console, disable=not shown, transient=True)
 
 
 @dataclass(frozen=True)

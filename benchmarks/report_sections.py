@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from report_step import step
 from report_tables import (
     Report,
     Reports,
@@ -229,6 +230,7 @@ def _sources(reports: Reports) -> Iterator[tuple[str, ...]]:
 
 SECTIONS: list[Callable[[Reports], str]] = [
     introduction,
+    step,
     kernel,
     mixed,
     hooks,
