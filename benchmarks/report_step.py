@@ -35,8 +35,8 @@ def step(reports: Reports) -> str:
         paragraph(
             f"A whole training step (`bench_step.py`) of {MODELS[SHOWN]} on a batch so small that",
             f"communication and update decide, relative to {DDP}. State, peak (what it took at",
-            "most since before the model was built), the bytes that a rank sent over the loopback and",
-            f"the collectives of a step are those of {plural(_middle(shown), 'rank')}.",
+            "most since before the model was built), the bytes that a rank sent over the loopback",
+            f"and the collectives of a step are those of {plural(_middle(shown), 'rank')}.",
         ),
         variants(shown),
         paragraph(
