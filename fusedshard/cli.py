@@ -9,6 +9,7 @@ import fusedshard
 from fusedshard import _C
 from fusedshard.auditing import command as audit
 from fusedshard.demo import command as demo
+from fusedshard.planning import command as plan
 
 
 def version() -> str:
@@ -26,6 +27,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     demo.add_command(commands)
     audit.add_command(commands)
+    plan.add_command(commands)
     return parser
 
 

@@ -130,7 +130,7 @@ class Communicator:
 
     def received_chunks(self, device: torch.device) -> int:
         """Chunks that `exchange_chunks` wants room for in ``receive``, of tensors on ``device``."""
-        return self._on(device).received_chunks
+        return self._on(device).received_chunks(self.world_size)
 
     def prefers_ordered(self, device: torch.device) -> bool:
         """Whether on ``device`` adding gradients ourselves is no slower than the backend's way."""
@@ -221,7 +221,12 @@ class Communicator:
         return self._transports[device.type]
 
     def _bytes_of_others(self, buffer: torch.Tensor) -> int:
-        return buffer.nbytes // self.world_size * (self.world_size - 1)
+        return bytes_of_others(buffer.nbytes, self.world_size)
+
+
+def bytes_of_others(nbytes: int, world_size: int) -> int:
+    """Of a buffer of N equal parts, what all parts but one take."""
+    return nbytes // world_size * (world_size - 1)
 
 
 def describe_error(error: Exception | None) -> tuple[str, str] | None:

@@ -4,16 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from fusedshard.comm import Communicator
 from fusedshard.kernels import MASTER_DTYPES, flat_memory, wide_dtype
 from fusedshard.layout import Bucket, FlatLayout, Segment, Slot
-from fusedshard.moments import Masters, Moment, Piece
+from fusedshard.moments import Array, Masters, Moment, Piece, master_arrays, moment_arrays
 from fusedshard.native import BACKENDS, AdamState
 from fusedshard.precision import Precision
 from fusedshard.tables import SegmentTable
+
+
+class FlatFormats(NamedTuple):
+    """The dtypes of a flat buffer's arrays, which hold reals where ``param`` is complex.
+
+    Attributes:
+        param: of its parameters.
+        moment: of their moments.
+        master: of what is kept beside them, or None.
+        reduced: of averaged gradients that get an array of their own, or None: where the
+            parameters' ``p.grad`` is not the place, as it is narrower, or stays as it is.
+    """
+
+    param: torch.dtype
+    moment: torch.dtype
+    master: torch.dtype | None
+    reduced: torch.dtype | None
+
+    @staticmethod
+    def of(kind: str, precision: Precision, *, sharded: bool, reduces: bool) -> FlatFormats:
+        """Those of a layout's ``kind``; ``reduces``: whether gradients are averaged here."""
+        param, moment = (getattr(torch, name) for name in kind.partition("@")[0].split("/"))
+        keeps = reduces and (sharded or param in MASTER_DTYPES)
+        reduced = wide_dtype(param).to_real() if keeps else None
+        return FlatFormats(param, moment, precision.master_of(param), reduced)
+
+    def arrays(self, numel: int, owned: int) -> dict[str, list[Array]]:
+        """All that lies in memory, by the names of `fusedshard.Adam.memory`: of ``numel`` reals of
+        which this rank owns ``owned``."""
+        return {
+            "parameters": [Array(numel, self.param.to_real())],
+            "moments": 2 * moment_arrays(owned, self.moment),
+            "masters": [] if self.master is None else master_arrays(owned, self.master),
+            "reduced": [] if self.reduced is None else [Array(owned, self.reduced)],
+        }
 
 
 @dataclass
@@ -60,8 +96,7 @@ class FlatBuffer:
         comm: the ranks that share the work.
         precision: in which formats.
         sharded: whether this rank owns one shard of each bucket, or all of it.
-        reduces: whether gradients are averaged here. Their means get an array of their own where
-            the parameters' ``p.grad`` is not the place: where it is narrower, or stays as it is.
+        reduces: whether gradients are averaged here.
 
     Attributes:
         param: all of it.
@@ -82,25 +117,24 @@ class FlatBuffer:
         reduces: bool,
     ) -> None:
         self.layout = layout
-        formats, _, device = layout.kind.partition("@")
-        dtype, self._moment_dtype = (getattr(torch, name) for name in formats.split("/"))
-        self.device = torch.device(device)
-        self.wide = wide_dtype(dtype)
+        formats = FlatFormats.of(layout.kind, precision, sharded=sharded, reduces=reduces)
+        self._moment_dtype = formats.moment
+        self.device = torch.device(layout.kind.partition("@")[2])
+        self.wide = wide_dtype(formats.param)
         self._seed = precision.rounding_seed
         self.owners = comm.world_size if sharded else 1
         self.rank = comm.rank if sharded else 0
-        self.param = self._new(layout.numel, dtype.to_real())
         owned = layout.numel // self.owners
+        arrays = formats.arrays(layout.numel, owned)
+        self.param = self._new(*arrays["parameters"][0])
         self.moments = {
             "exp_avg": Moment(owned, self._moment_dtype, self._new, signed=True),
             "exp_avg_sq": Moment(owned, self._moment_dtype, self._new, signed=False),
         }
-        master = precision.master_of(dtype)
+        master = formats.master
         self.masters = None if master is None else Masters(self.param, owned, master, self._new)
-        narrow = dtype in MASTER_DTYPES
-        keeps = reduces and (sharded or narrow)
-        self.reduced = self._new(owned, self.wide.to_real()) if keeps else None
-        self.shows_reduced = keeps and not sharded
+        self.reduced = self._new(*arrays["reduced"][0]) if arrays["reduced"] else None
+        self.shows_reduced = self.reduced is not None and not sharded
         self.buckets = [self._bucket(bucket) for bucket in layout.buckets]
         self.pieces = self._owned_pieces()
 

@@ -20,6 +20,7 @@ import torch
 from fusedshard import kernels
 from fusedshard.comm import Communicator
 from fusedshard.flat import BucketMemory
+from fusedshard.moments import Array
 from fusedshard.pending import Pending
 
 LANES = 2
@@ -28,18 +29,37 @@ LANES = 2
 Stages = Iterator[Pending]
 
 
+def wire_arrays(
+    bucket: Array, mean: torch.dtype, received: int, *, ordered: bool, in_place: bool
+) -> dict[str, Array]:
+    """The buffers that a bucket of gradients needs on its way.
+
+    Args:
+        bucket: its elements, and the dtype of its parameters.
+        mean: the dtype of the means.
+        received: elements that arrive where chunks are exchanged.
+        ordered, in_place: as in `GradientReducer`.
+    """
+    arrays = {"send": bucket}
+    if ordered:
+        arrays["receive"] = Array(received, bucket.dtype)
+    elif not in_place and mean != bucket.dtype:
+        arrays["wide"] = Array(bucket.numel, mean)
+    return arrays
+
+
 @dataclass
 class Lane:
     """A send and a receive buffer, grown to the largest bucket they have carried."""
 
     memory: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def buffer(self, name: str, numel: int, like: torch.Tensor) -> torch.Tensor:
-        """``numel`` elements of the dtype and on the device of ``like``."""
-        nbytes = numel * like.dtype.itemsize
+    def buffer(self, name: str, array: Array, device: torch.device) -> torch.Tensor:
+        """Room for ``array``."""
+        nbytes = array.nbytes
         if name not in self.memory or self.memory[name].numel() < nbytes:
-            self.memory[name] = kernels.flat_memory(nbytes, torch.uint8, like.device)
-        return self.memory[name][:nbytes].view(like.dtype)
+            self.memory[name] = kernels.flat_memory(nbytes, torch.uint8, device)
+        return self.memory[name][:nbytes].view(array.dtype)
 
     def nbytes(self, *names: str) -> int:
         return sum(self.memory[name].numel() for name in names if name in self.memory)
@@ -131,23 +151,25 @@ class GradientReducer:
         self._comm.stats.exchanges.append((flight.started, flight.arrived))
 
     def _to_shard(self, bucket: BucketMemory, lane: Lane) -> Stages:
-        send, reduced = self._pack(bucket, lane), bucket.reduced
+        buffers, reduced = self._pack(bucket, lane), bucket.reduced
         assert reduced is not None
         if self._ordered:
-            chunks, pending = self._exchange(send, lane)
+            chunks, pending = self._comm.exchange_chunks(buffers["send"], buffers["receive"])
             yield pending
             kernels.mean_(reduced, chunks)
         else:
-            if send.dtype != reduced.dtype:
-                send = lane.buffer("wide", len(send), reduced).copy_(send)
+            send = buffers["send"]
+            if "wide" in buffers:
+                send = buffers["wide"].copy_(send)
             yield self._comm.reduce_scatter(send, reduced)
 
     def _to_all(self, bucket: BucketMemory, lane: Lane) -> Stages:
-        send = self._pack(bucket, lane)
+        buffers = self._pack(bucket, lane)
+        send = buffers["send"]
         # All sends are done by then, so the buffer can take the mean and be gathered in place.
         mean = send if bucket.reduced is None else bucket.reduced
         if self._ordered:
-            chunks, pending = self._exchange(send, lane)
+            chunks, pending = self._comm.exchange_chunks(send, buffers["receive"])
             yield pending
             kernels.mean_(mean.split(bucket.layout.shard_numel)[self._comm.rank], chunks)
             yield self._comm.all_gather_(mean)
@@ -160,12 +182,17 @@ class GradientReducer:
             send.copy_(mean)
         kernels.unpack_(send, bucket.packing)
 
-    def _pack(self, bucket: BucketMemory, lane: Lane) -> torch.Tensor:
-        send = lane.buffer("send", bucket.layout.numel, bucket.param)
-        kernels.pack_(send, bucket.packing)
-        return send
-
-    def _exchange(self, send: torch.Tensor, lane: Lane) -> tuple[list[torch.Tensor], Pending]:
-        count = self._comm.received_chunks(send.device)
-        receive = lane.buffer("receive", send.numel() // self._comm.world_size * count, send)
-        return self._comm.exchange_chunks(send, receive)
+    def _pack(self, bucket: BucketMemory, lane: Lane) -> dict[str, torch.Tensor]:
+        """The buffers that it needs, with its gradients in ``"send"``."""
+        numel, device = bucket.layout.numel, bucket.param.device
+        received = bucket.layout.shard_numel * self._comm.received_chunks(device)
+        arrays = wire_arrays(
+            Array(numel, bucket.param.dtype),
+            bucket.dtype.to_real(),
+            received,
+            ordered=self._ordered,
+            in_place=self._in_place,
+        )
+        buffers = {name: lane.buffer(name, array, device) for name, array in arrays.items()}
+        kernels.pack_(buffers["send"], bucket.packing)
+        return buffers

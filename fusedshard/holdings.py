@@ -138,10 +138,9 @@ class Holdings:
         if self.device is None and training:
             self.device = training[0].device
             self.set_steps(self.steps)
-            # A backend's sum of 16-bit numbers would take twice the volume.
-            narrow = any(param.dtype in kernels.MASTER_DTYPES for param in training)
-            by_default = narrow or self.comm.prefers_ordered(self.device)
-            ordered = self._options.ordered(by_default=by_default)
+            dtypes = [param.dtype for param in training]
+            preferred = self.comm.prefers_ordered(self.device)
+            ordered = self._options.ordered(dtypes, preferred=preferred)
             self._exchange.reducer = self._new_reducer(ordered=ordered)
 
     def _new_reducer(self, *, ordered: bool) -> GradientReducer:

@@ -21,6 +21,33 @@ from fusedshard.precision import (
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
 
 
+class Array(NamedTuple):
+    """What is to be allocated, or counted."""
+
+    numel: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def moment_arrays(numel: int, dtype: torch.dtype) -> list[Array]:
+    """A moment's values, and behind codes their exponents."""
+    exponents = [Array(_blocks(numel), dtype)] if dtype == torch.uint8 else []
+    return [Array(numel, dtype), *exponents]
+
+
+def master_arrays(numel: int, dtype: torch.dtype) -> list[Array]:
+    """Copies (fp32), or remainders (int16) and their checks."""
+    checks = [Array(_blocks(numel), torch.int32)] if dtype == torch.int16 else []
+    return [Array(numel, dtype), *checks]
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // CODE_BLOCK)
+
+
 class Piece(NamedTuple):
     """``length`` reals of a parameter that this rank owns, from ``param_start`` in the
     parameter's storage order, ``owned_start`` among what this rank owns of the flat buffer, and
@@ -41,9 +68,8 @@ class Moment:
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, allocate: Allocate, *, signed: bool) -> None:
-        self.values = allocate(numel, dtype)
-        coded = dtype == torch.uint8
-        self.exponents = allocate(-(-numel // CODE_BLOCK), dtype) if coded else None
+        self.values, *exponents = [allocate(*array) for array in moment_arrays(numel, dtype)]
+        self.exponents = exponents[0] if exponents else None
         self._signed = signed
 
     @property
@@ -93,10 +119,8 @@ class Masters:
     def __init__(
         self, params: torch.Tensor, numel: int, dtype: torch.dtype, allocate: Allocate
     ) -> None:
-        self.values = allocate(numel, dtype)
-        is_remainder = dtype == torch.int16
-        blocks = -(-numel // CODE_BLOCK)
-        self.checks = allocate(blocks, torch.int32) if is_remainder else None
+        self.values, *checks = [allocate(*array) for array in master_arrays(numel, dtype)]
+        self.checks = checks[0] if checks else None
         self._params = params
 
     @property
@@ -143,5 +167,5 @@ def _stretch(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     if of_blocks is None:
         return values.narrow(0, start, length), None
-    first, count = start // CODE_BLOCK, -(-length // CODE_BLOCK)
+    first, count = start // CODE_BLOCK, _blocks(length)
     return values.narrow(0, start, length), of_blocks.narrow(0, first, count)

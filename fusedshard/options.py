@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fusedshard.kernels import MASTER_DTYPES
 from fusedshard.params import Labelled, check_params
 from fusedshard.precision import Precision
 
@@ -42,9 +43,11 @@ class ParallelOptions:
         if isinstance(every, bool) or not isinstance(every, int) or every < 0:
             raise ValueError(f"audit_every: got {every!r}, wanted an integer, at least 0")
 
-    def ordered(self, *, by_default: bool) -> bool:
-        """Whether our kernel adds the ranks' gradients; "auto" leaves it to ``by_default``."""
-        return by_default if self.reduction == "auto" else self.reduction == "ordered"
+    def ordered(self, dtypes: Iterable[torch.dtype], *, preferred: bool) -> bool:
+        """Whether our kernel adds the ranks' gradients of parameters of these ``dtypes``; "auto"
+        leaves it to what is ``preferred``, unless a backend's sum would take twice the volume."""
+        narrow = any(dtype in MASTER_DTYPES for dtype in dtypes)
+        return narrow or preferred if self.reduction == "auto" else self.reduction == "ordered"
 
     @property
     def bucket_cap_bytes(self) -> int:

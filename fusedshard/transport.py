@@ -52,12 +52,14 @@ class Transport(Protocol):
     """Collectives over the ranks of one group. All are collective.
 
     Attributes:
-        received_chunks: chunks that `exchange_chunks` wants room for.
         prefers_ordered: whether adding the chunks ourselves is the faster way, too.
     """
 
-    received_chunks: int
     prefers_ordered: bool
+
+    @staticmethod
+    def received_chunks(world_size: int) -> int:
+        """Chunks that `exchange_chunks` wants room for."""
 
     def overlaps(self, *, ordered: bool) -> bool:
         """Whether backward may start exchanges of gradients, added by us or by the backend."""
@@ -93,7 +95,10 @@ class GlooPairs:
         self._channel = channel
         self._gloo = channel.gloo
         self._rank, self._world_size = self._gloo.rank(), self._gloo.size()
-        self.received_chunks = self._world_size - 1
+
+    @staticmethod
+    def received_chunks(world_size: int) -> int:
+        return world_size - 1
 
     def overlaps(self, *, ordered: bool) -> bool:
         # gloo's own collectives have no tags, so those of two optimizers would be mistaken.
@@ -157,14 +162,17 @@ class StagedPairs:
     def __init__(self, pairs: Transport, world_size: int, rank: int) -> None:
         self._pairs = pairs
         self._world_size, self._rank = world_size, rank
-        # All of them, so that the chunks lie at equal distances on the device.
-        self.received_chunks = world_size
+
+    @staticmethod
+    def received_chunks(world_size: int) -> int:
+        return world_size  # so that the chunks lie at equal distances on the device
 
     def exchange_chunks(
         self, send: torch.Tensor, receive: torch.Tensor
     ) -> tuple[list[torch.Tensor], Pending]:
         host_send = _host_copy(send)
-        room = send.numel() // self._world_size * self._pairs.received_chunks
+        arriving = self._pairs.received_chunks(self._world_size)
+        room = send.numel() // self._world_size * arriving
         chunks, pending = self._pairs.exchange_chunks(host_send, host_send.new_empty(room))
 
         def finish() -> None:
@@ -224,7 +232,10 @@ class GroupCollectives:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
-        self.received_chunks = self._world_size
+
+    @staticmethod
+    def received_chunks(world_size: int) -> int:
+        return world_size
 
     def exchange_chunks(
         self, send: torch.Tensor, receive: torch.Tensor

@@ -107,6 +107,12 @@ def mean_gradient(param: torch.Tensor, step: int, index: int, world_size: int) -
     return total / world_size
 
 
+def stored_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Of their storages, each counted once."""
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
 class Factor(torch.nn.Module):
     """Weights whose gradient is the input."""
 
