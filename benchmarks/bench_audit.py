@@ -25,7 +25,6 @@ from runner import Runner, TextRunner, begin_report, heading, publish, take_turn
 from step_variants import DDP, REPLICATED, SHARDED, Build, ddp, ours
 
 import fusedshard
-from fusedshard.demo.model import load_corpus, standard_library
 
 EVERY = 100  # steps between audits, for which the share is told
 MODES = {SHARDED: "sharded", REPLICATED: "replicated"}
@@ -52,15 +51,14 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def measure_job(args: argparse.Namespace, job: str) -> None:
-    text = load_corpus(standard_library())
     runners: dict[str, Runner] = {
-        name: TextRunner(build, text, args) if job == "GPT" else TinyRunner(build, args)
+        name: TextRunner(build, args) if job == "GPT" else TinyRunner(build, args)
         for name, build in builders().items()
     }
     outcome = take_turns(runners, args)
     calls = {name: one_audit(runners[name]) for name in (DDP, *MODES)}
     if dist.get_rank() == 0:
-        found = begin_report("audit", runners, outcome, args)
+        found = begin_report("audit", outcome, args)
         found["settings"]["job"] = job
         found["results"] = [outcome.row(name) for name in outcome.samples]
         shares = {name: share(outcome.samples, name) for name in MODES}

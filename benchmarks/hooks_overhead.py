@@ -25,6 +25,7 @@ from runner import (
 )
 from step_variants import (
     DDP,
+    DDP_FOREACH,
     DDP_VIEW,
     HYPERPARAMETERS,
     REPLICATED,
@@ -38,7 +39,6 @@ from step_variants import (
 from torch import nn
 
 BARE = "backward alone"
-DDP_FOREACH = "DDP + AdamW foreach"
 PLAIN = "AdamW fused, without DDP"
 PLAIN_FOREACH = "AdamW foreach, without DDP"
 
@@ -144,7 +144,7 @@ def measure(args: argparse.Namespace) -> None:
     runners = {name: TinyRunner(build, args) for name, build in builders(ranks).items()}
     outcome = take_turns(runners, args)
     if dist.get_rank() == 0:
-        found = begin_report("hooks", runners, outcome, args)
+        found = begin_report("hooks", outcome, args)
         wanted = runners[DDP_FOREACH].change()
         others = [runner.change() for name, runner in runners.items() if name != BARE]
         found["largest_change"] = float(wanted.abs().max())

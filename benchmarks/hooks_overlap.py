@@ -27,7 +27,6 @@ from runner import (
 from step_variants import DDP, FUSED, SHARDED, SHARDED_IN_STEP, Build, ddp, ours
 
 import fusedshard
-from fusedshard.demo.model import load_corpus, standard_library
 
 # With that of bench_step the loss of larger batches jumps, and rounding decides how far.
 LEARNING_RATE = 1e-4
@@ -36,8 +35,8 @@ LEARNING_RATE = 1e-4
 class OverlapRunner(TextRunner):
     """Notes what fusedshard's buckets did in each step."""
 
-    def __init__(self, build: Build, text: bytes, args: argparse.Namespace) -> None:
-        super().__init__(build, text, args)
+    def __init__(self, build: Build, args: argparse.Namespace) -> None:
+        super().__init__(build, args)
         self._overlaps: list[Overlap] = []
 
     def step(self) -> Sequence[float]:
@@ -69,12 +68,11 @@ def builders(bucket_mb: float) -> dict[str, Build]:
 def measure(args: argparse.Namespace) -> None:
     """Time all runners on the ranks of the default group; its first rank reports. Collective."""
     torch.set_num_threads(args.threads)
-    text = load_corpus(standard_library())
     built = builders(args.bucket_mb)
-    runners = {name: OverlapRunner(build, text, args) for name, build in built.items()}
+    runners = {name: OverlapRunner(build, args) for name, build in built.items()}
     outcome = take_turns(runners, args)
     if dist.get_rank() == 0:
-        report(begin_report("overlap", runners, outcome, args), outcome, args)
+        report(begin_report("overlap", outcome, args), outcome, args)
 
 
 def report(found: dict[str, Any], outcome: Outcome, args: argparse.Namespace) -> None:
@@ -91,7 +89,7 @@ def report(found: dict[str, Any], outcome: Outcome, args: argparse.Namespace) ->
 
 def row(name: str, outcome: Outcome) -> dict[str, Any]:
     """One variant; what was hidden is of all ranks together, step by step."""
-    found, samples = outcome.text_row(name), outcome.samples
+    found, samples = outcome.batch_row(name), outcome.samples
     found["against_exchange_in_step"] = asdict(ratio(samples, name, SHARDED_IN_STEP))
     del found["overlaps"]
     steps = list(zip(*(rank[name]["overlaps"] for rank in outcome.figures), strict=True))

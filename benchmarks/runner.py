@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,11 +17,12 @@ from load import median_other_cores
 from record import Bar, bars_table, busy, header, write
 from rich.console import Console
 from rich.table import Table
+from step_models import text_batches
 from step_variants import DDP, Build, state_bytes
 from torch import nn
 
 import fusedshard
-from fusedshard.demo.model import GPT, Batches
+from fusedshard.demo.model import GPT
 
 OUR_PHASES = ("exchange", "status", "update", "gather")
 
@@ -89,38 +90,68 @@ class Runner:
         return found
 
 
-class TextRunner(Runner):
-    """A GPT that sees the same batches of text in every runner, on each rank those of its own
-    slice."""
+class BatchRunner(Runner):
+    """A model that returns the loss of a batch. On a GPU each phase lasts until that is done.
+
+    Args:
+        batches: the same in every runner, on each rank others.
+        device: where the model is trained.
+    """
 
     phases = ("forward", "backward", "step", "zero_grad")
 
-    def __init__(self, build: Build, text: bytes, args: argparse.Namespace) -> None:
-        torch.manual_seed(0)
-        model = GPT(args.width, args.depth, args.heads, args.context)
-        super().__init__(model, build, args.steps)
+    def __init__(
+        self,
+        model: nn.Module,
+        build: Build,
+        batches: Iterator[tuple[torch.Tensor, ...]],
+        steps_a_round: int,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(model.to(device), build, steps_a_round)
+        self._batches, self.device = batches, torch.device(device)
         self._losses: list[float] = []
-        self._batches = Batches(
-            text, dist.get_rank(), dist.get_world_size(), 0, args.batch, args.context
-        )
+
+    def next_batch(self) -> list[torch.Tensor]:
+        return [tensor.to(self.device) for tensor in next(self._batches)]
+
+    def train(self, batch: Sequence[torch.Tensor], mark: Callable[[], None]) -> torch.Tensor:
+        """One step, with a mark after each phase: the loss."""
+        loss: torch.Tensor = self.model(*batch)
+        mark()
+        loss.backward()
+        mark()
+        self.optimizer.step()
+        mark()
+        self.optimizer.zero_grad()
+        mark()
+        return loss
 
     def step(self) -> Sequence[float]:
-        inputs, targets = self._batches.next()
-        marks = [time.perf_counter()]
-        loss = self.model(inputs, targets)
-        marks.append(time.perf_counter())
-        loss.backward()
-        marks.append(time.perf_counter())
-        self.optimizer.step()
-        marks.append(time.perf_counter())
-        self.optimizer.zero_grad()
-        marks.append(time.perf_counter())
-        self._losses.append(loss.item())
+        batch, marks = self.next_batch(), list[float]()
+
+        def mark() -> None:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            marks.append(time.perf_counter())
+
+        mark()
+        self._losses.append(self.train(batch, mark).item())
         return marks
 
     def figures(self) -> dict[str, Any]:
         state = state_bytes(self.optimizer)
         return {"loss": self._losses[-1], "state_bytes": state, **super().figures()}
+
+
+class TextRunner(BatchRunner):
+    """A GPT that reads text, on each rank its own slice of it."""
+
+    def __init__(self, build: Build, args: argparse.Namespace) -> None:
+        torch.manual_seed(0)
+        model = GPT(args.width, args.depth, args.heads, args.context)
+        ranks = dist.get_rank(), dist.get_world_size()
+        super().__init__(model, build, text_batches(args.batch, args.context, *ranks), args.steps)
 
 
 class Outcome(NamedTuple):
@@ -130,11 +161,15 @@ class Outcome(NamedTuple):
         samples: seconds of a step, round by round, as the slowest rank saw them.
         figures: of each rank, by runner.
         other_cores: that others kept busy.
+        parameters: of the model.
+        steps: that each has done.
     """
 
     samples: Samples
     figures: list[dict[str, dict[str, Any]]]
     other_cores: float
+    parameters: int
+    steps: int
 
     def row(self, name: str) -> dict[str, Any]:
         """One variant: times of the slowest rank, phases of the first, processor time of all
@@ -148,8 +183,8 @@ class Outcome(NamedTuple):
             "samples": self.samples[name],
         }
 
-    def text_row(self, name: str) -> dict[str, Any]:
-        """The same of a `TextRunner`, with the most state of any rank, and its times beside
+    def batch_row(self, name: str) -> dict[str, Any]:
+        """The same of a `BatchRunner`, with the most state of any rank, and its times beside
         DDP's."""
         ranks = [rank[name] for rank in self.figures]
         return self.row(name) | {
@@ -170,18 +205,17 @@ def take_turns(runners: Mapping[str, Runner], args: argparse.Namespace) -> Outco
     other_cores = median_other_cores(gather(timing.rounds))
     samples = slowest_rank(timing.samples)
     figures = gather({name: runner.figures() for name, runner in runners.items()})
-    return Outcome(samples, figures, other_cores)
+    parameters, steps = runners[DDP].parameters, runners[DDP].steps
+    return Outcome(samples, figures, other_cores, parameters, steps)
 
 
-def begin_report(
-    benchmark: str, runners: Mapping[str, Runner], outcome: Outcome, args: argparse.Namespace
-) -> dict[str, Any]:
+def begin_report(benchmark: str, outcome: Outcome, args: argparse.Namespace) -> dict[str, Any]:
     """What every report of runners begins with."""
     report = header(benchmark, args)
     report["settings"] |= {
         "ranks": len(outcome.figures),
-        "parameters": runners[DDP].parameters,
-        "steps_of_each": runners[DDP].steps,
+        "parameters": outcome.parameters,
+        "steps_of_each": outcome.steps,
     }
     return report | {"other_cores": outcome.other_cores}
 
@@ -189,6 +223,10 @@ def begin_report(
 def rank_count(report: Mapping[str, Any]) -> str:
     ranks = report["settings"]["ranks"]
     return "1 rank" if ranks == 1 else f"{ranks} ranks"
+
+
+def report_name(report: Mapping[str, Any]) -> str:
+    return f"{report['benchmark']}_{rank_count(report)}".replace(" ", "_")
 
 
 def heading(report: Mapping[str, Any], steps_a_round: int, what: str = "") -> str:
@@ -230,5 +268,4 @@ def publish(
     report["bars"] = [bar.as_json() for bar in bars]
     if bars:
         console.print(bars_table(bars, quick=args.quick))
-    name = f"{report['benchmark']}_{rank_count(report)}"
-    write(report, args.out, name.replace(" ", "_"), console)
+    write(report, args.out, report_name(report), console)

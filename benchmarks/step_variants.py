@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,11 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import fusedshard
-from fusedshard.demo.model import GPT
 
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.1}
 FUSED = HYPERPARAMETERS | {"fused": True}
 
+DDP_LOOP = "DDP + AdamW for-loop"
+DDP_FOREACH = "DDP + AdamW foreach"
 DDP = "DDP + AdamW fused"
 DDP_VIEW = "DDP, gradient_as_bucket_view + AdamW fused"
 ZERO = "DDP + ZeroRedundancyOptimizer fused"
@@ -36,40 +38,61 @@ Build = Callable[[Any], Built]  # of a model
 
 def ddp(model: nn.Module, *, adam: Mapping[str, Any] = FUSED, **options: Any) -> Built:
     """With torch's AdamW, and what that is given."""
-    wrapped = DistributedDataParallel(model, **options)
+    wrapped = _wrapped(model, **options)
     return wrapped, AdamW(wrapped.parameters(), **adam)
 
 
-def _zero(model: nn.Module, **options: Any) -> Built:
-    wrapped = DistributedDataParallel(model)
+def _wrapped(model: nn.Module, **options: Any) -> nn.Module:
+    with warnings.catch_warnings():
+        # torch 2.13 would have it replaced by an option that older ones lack.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated")
+        # Nothing else here sends buffers.
+        return DistributedDataParallel(model, broadcast_buffers=False, **options)
+
+
+def _zero(model: nn.Module, *, adam: Mapping[str, Any], **options: Any) -> Built:
+    wrapped = _wrapped(model)
     return wrapped, ZeroRedundancyOptimizer(
-        wrapped.parameters(), optimizer_class=AdamW, **options, **FUSED
+        wrapped.parameters(), optimizer_class=AdamW, **options, **adam
     )
 
 
-def _fsdp(model: GPT, **options: Any) -> Built:
+def _fsdp(model: Any, *, adam: Mapping[str, Any], **options: Any) -> Built:
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return model, AdamW(model.parameters(), **FUSED)
+    return model, AdamW(model.parameters(), **adam)
 
 
 def ours(model: nn.Module, **options: Any) -> Built:
     return model, fusedshard.AdamW(model.parameters(), **HYPERPARAMETERS | options)
 
 
-BUILDERS: dict[str, Build] = {
-    DDP: ddp,
-    DDP_VIEW: partial(ddp, gradient_as_bucket_view=True),
-    ZERO: _zero,
-    ZERO_VIEW: partial(_zero, parameters_as_bucket_view=True),
-    FSDP: _fsdp,
-    FSDP_KEEP: partial(_fsdp, reshard_after_forward=False),
-    REPLICATED: partial(ours, mode="replicated", reduction="ordered"),
-    SHARDED: partial(ours, mode="sharded", reduction="ordered"),
-    SHARDED_IN_STEP: partial(ours, mode="sharded", reduction="ordered", grad_sync="step"),
-    SHARDED_BACKEND: partial(ours, mode="sharded", reduction="backend"),
-}
+def builders(learning_rate: float) -> dict[str, Build]:
+    """All ways to train a model that has `blocks`."""
+    adam = HYPERPARAMETERS | {"lr": learning_rate}
+    fused = adam | {"fused": True}
+    ordered = partial(ours, lr=learning_rate, reduction="ordered")
+    return {
+        DDP_LOOP: partial(ddp, adam=adam | {"foreach": False}),
+        DDP_FOREACH: partial(ddp, adam=adam | {"foreach": True}),
+        DDP: partial(ddp, adam=fused),
+        DDP_VIEW: partial(ddp, adam=fused, gradient_as_bucket_view=True),
+        ZERO: partial(_zero, adam=fused),
+        ZERO_VIEW: partial(_zero, adam=fused, parameters_as_bucket_view=True),
+        FSDP: partial(_fsdp, adam=fused),
+        FSDP_KEEP: partial(_fsdp, adam=fused, reshard_after_forward=False),
+        REPLICATED: partial(ordered, mode="replicated"),
+        SHARDED: partial(ordered, mode="sharded"),
+        SHARDED_IN_STEP: partial(ordered, mode="sharded", grad_sync="step"),
+        SHARDED_BACKEND: partial(ours, lr=learning_rate, mode="sharded", reduction="backend"),
+    }
+
+
+def runnable(names: Sequence[str], device: str) -> list[str]:
+    """Those that this torch can run there: FSDP2 of torch 2.6 cannot on CPUs."""
+    lacking = device == "cpu" and torch.__version__.startswith("2.6.")
+    return [name for name in names if not (lacking and name in (FSDP, FSDP_KEEP))]
 
 
 def state_bytes(optimizer: Optimizer) -> int:

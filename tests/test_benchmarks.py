@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from audited import needs_fsdp_on_cpus
 from bench_tools import BENCHMARKS, check_bars, check_spread, load_module, only_report, run
 
 from fusedshard import _C
-
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
 
 MIXED_VARIANTS = {
     "fusedshard",
@@ -98,61 +94,6 @@ def test_what_fingerprints_miss_is_counted(module: Any, monkeypatch: pytest.Monk
     assert tally.false_alarms == 0 and tally.wrong == tally.unseen_flips + tally.unseen_exchanges
 
 
-STEP_VARIANTS = {
-    "DDP + AdamW fused",
-    "DDP, gradient_as_bucket_view + AdamW fused",
-    "DDP + ZeroRedundancyOptimizer fused",
-    "DDP + ZeroRedundancyOptimizer fused, parameters_as_bucket_view",
-    "FSDP2 + AdamW fused",
-    "FSDP2, parameters kept after forward + AdamW fused",
-    "fusedshard replicated, ordered",
-    "fusedshard sharded, ordered",
-    "fusedshard sharded, ordered, exchanged in step",
-    "fusedshard sharded, backend",
-}
-
-
-def check_step(folder: Path, printed: str) -> dict[str, Any]:
-    """What holds for every run of bench_step.py; returns the report's rows by name."""
-    report = only_report(folder, "step_2_ranks")
-    settings = report["settings"]
-    assert settings["ranks"] == 2
-    rows = {row["name"]: row for row in report["results"]}
-    assert set(rows) == STEP_VARIANTS
-    for name, row in rows.items():
-        assert len(row["samples"]) == settings["repeats"]
-        check_spread(row["step_seconds"])
-        assert name in printed
-        assert set(row["seconds"]) == {"forward", "backward", "step", "zero_grad"}
-    assert report["largest_loss_difference"] < 1e-4, "not all did the same work"
-    assert len(report["bars"]) == 4
-    check_bars(report, printed)
-    return rows | {"parameters": settings["parameters"]}
-
-
-@needs_fsdp_on_cpus
-def test_step_under_torchrun_counts_state_and_traffic(tmp_path: Path) -> None:
-    options = ("--steps", "2", "--batch", "2", "--threads", "2", "--repeats", "1")
-    printed = run(tmp_path, *TORCHRUN, str(BENCHMARKS / "bench_step.py"), *options)
-    rows = check_step(tmp_path, printed)
-    settings = only_report(tmp_path, "step_2_ranks")["settings"]
-    assert (settings["batch"], settings["threads"]) == (2, 2)
-    assert settings["steps_of_each"] == 2 * (1 + 1), "a round that is not counted, then one"
-    parameters = rows["parameters"]
-    moments, padding = 8 * parameters, 1.02
-    for name in ("DDP + AdamW fused", "fusedshard replicated, ordered"):
-        assert moments <= rows[name]["state_bytes"] <= moments * padding
-    for name in ("fusedshard sharded, ordered", "FSDP2 + AdamW fused"):
-        assert moments / 2 <= rows[name]["state_bytes"] <= moments / 2 * padding
-    # Of two ranks each sends half of the gradients and half of the parameters.
-    ordered = rows["fusedshard sharded, ordered"]
-    assert 2 * parameters <= ordered["sent_bytes"]["all_to_all"] <= 2 * parameters * padding
-    assert 2 * parameters <= ordered["sent_bytes"]["all_gather"] <= 2 * parameters * padding
-    assert ordered["collectives"]["status"] == 1
-    assert rows["fusedshard sharded, backend"]["collectives"]["reduce_scatter"] >= 1
-    assert set(ordered["seconds_of_step"]) == {"exchange", "status", "update", "gather"}
-
-
 def test_comm(tmp_path: Path) -> None:
     printed = run(tmp_path, str(BENCHMARKS / "bench_comm.py"))
     report = only_report(tmp_path, "comm_2_ranks")
@@ -169,20 +110,6 @@ def test_comm(tmp_path: Path) -> None:
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     return partial(load_module, monkeypatch)
-
-
-def test_step_starts_ranks_where_torchrun_does_not(
-    module: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As those of the other benchmarks, which are run here."""
-    step, started = module("bench_step"), []
-    monkeypatch.setattr(step, "run_ranks", lambda *call: started.append(call))
-    for options, wanted in (([], [2]), (["--ranks", "3", "1"], [3, 1])):
-        started.clear()
-        monkeypatch.setattr("sys.argv", ["bench_step.py", "--quick", *options])
-        step.main()
-        assert [(ranks, work) for ranks, work, _ in started] == [(r, step.measure) for r in wanted]
-        assert all(args.batch == 1 and args.steps == 3 for *_, args in started)
 
 
 def test_interleaving_gives_every_variant_every_place(module: Any) -> None:

@@ -43,11 +43,23 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A causal language model over bytes whose output layer shares the token embedding."""
+    """A causal language model over bytes whose output layer shares the token embedding.
 
-    def __init__(self, width: int = 256, depth: int = 4, heads: int = 8, context: int = 128):
+    Args:
+        context: tokens that it can see at once.
+        vocabulary: tokens that it knows.
+    """
+
+    def __init__(
+        self,
+        width: int = 256,
+        depth: int = 4,
+        heads: int = 8,
+        context: int = 128,
+        vocabulary: int = BYTES,
+    ) -> None:
         super().__init__()
-        self.token = nn.Embedding(BYTES, width)
+        self.token = nn.Embedding(vocabulary, width)
         self.position = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
         self.norm = nn.LayerNorm(width, bias=False)
@@ -58,8 +70,8 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * scale)
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy, fp32, in nats a byte; inputs and targets: int64 (batch, context)."""
-        x = self.token(inputs) + self.position.weight
+        """Mean cross-entropy, fp32, in nats a token; inputs and targets: int64 (batch, length)."""
+        x = self.token(inputs) + self.position.weight[: inputs.shape[1]]
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.token.weight)
