@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from charts import Panel
 from harness import Samples, Spread, gather, run_ranks
 from hooks_overhead import TinyRunner
 from record import Bar, add_common_options, open_console
@@ -111,7 +112,13 @@ def report(
         for name, spread in shares.items()
     ]
     found["benchmark"] = f"audit_{job.split()[0].lower()}"
-    publish(found, bars, console, args)
+    percent = {name: spread.scaled(100) for name, spread in shares.items()}
+    ms = {name: spread.scaled(1e3) for name, spread in calls.items()}
+    panels = [
+        Panel(f"audit_every={EVERY}", percent, "% of a step", 1.0),
+        Panel("one audit()", ms, "ms"),
+    ]
+    publish(found, bars, console, args, panels)
 
 
 def parse() -> argparse.Namespace:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from charts import Panel, spreads_of
 from harness import Samples, Spread, ratio
 from record import Bar, open_console
 from rich.table import Table
@@ -177,7 +178,10 @@ def report(found: dict[str, Any], outcome: Outcome, args: argparse.Namespace) ->
         f"to {found['largest_change']:.2g}, the largest difference from {DDP_FOREACH} is "
         f"{found['largest_difference']:.1e}"
     )
-    publish(found, bars(net, found["settings"]["ranks"]), console, args)
+    label = f"overhead / that of {DDP_FOREACH}"
+    beyond = spreads_of(found["results"], "overhead_against_ddp_foreach")
+    panels = [Panel("backward, step and zero_grad of tiny parameters", beyond, label, 1.0)]
+    publish(found, bars(net, found["settings"]["ranks"]), console, args, panels)
 
 
 def bars(net: Samples, ranks: int) -> list[Bar]:

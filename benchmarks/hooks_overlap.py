@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from charts import Panel, spreads_of
 from harness import Spread, ratio
 from overlap import Overlap, summary
 from record import Bar, open_console
@@ -84,7 +85,11 @@ def report(found: dict[str, Any], outcome: Outcome, args: argparse.Namespace) ->
     compare_losses(found, console)
     (first,) = (result["first_bucket"] for result in results if result["name"] == SHARDED)
     claim = f"{SHARDED}: the first bucket's start / backward's end"
-    publish(found, [Bar(claim, Spread(**first), at_most=1.0)], console, args)
+    panels = [
+        Panel("one step", spreads_of(results, "against_ddp"), f"time / that of {DDP}", 1.0),
+        Panel("exchange", spreads_of(results, "hidden_share"), "hidden share of its time", 1.0),
+    ]
+    publish(found, [Bar(claim, Spread(**first), at_most=1.0)], console, args, panels)
 
 
 def row(name: str, outcome: Outcome) -> dict[str, Any]:

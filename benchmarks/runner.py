@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from charts import Panel, save_bars
 from harness import Samples, Spread, gather, interleave, ratio, slowest_rank, start_round
 from load import median_other_cores
 from record import Bar, bars_table, busy, header, write
@@ -262,10 +263,18 @@ def compare_losses(report: dict[str, Any], console: Console) -> None:
 
 
 def publish(
-    report: dict[str, Any], bars: Sequence[Bar], console: Console, args: argparse.Namespace
+    report: dict[str, Any],
+    bars: Sequence[Bar],
+    console: Console,
+    args: argparse.Namespace,
+    panels: Sequence[Panel] = (),
 ) -> None:
-    """Complete the report with the bars, print those, and write it."""
+    """Complete the report with the bars, print those, and write it, with a chart of ``panels``."""
     report["bars"] = [bar.as_json() for bar in bars]
     if bars:
         console.print(bars_table(bars, quick=args.quick))
-    write(report, args.out, report_name(report), console)
+    name = report_name(report)
+    write(report, args.out, name, console)
+    if panels:
+        title = f"{report['benchmark']}: {rank_count(report)}"
+        save_bars(args.out, name, title, panels, console)

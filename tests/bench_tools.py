@@ -38,8 +38,10 @@ def run(folder: Path, *command: str) -> str:
 
 
 def only_reports(folder: Path, *names: str) -> list[dict[str, Any]]:
-    """The reports, of which no other were written."""
+    """The reports, of which no other were written, each with its chart."""
     assert {path.name for path in folder.glob("*.json")} == {f"{name}.json" for name in names}
+    for name in names:
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG"), name
     return [_report(folder / f"{name}.json") for name in names]
 
 
