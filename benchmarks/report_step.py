@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from report_tables import Report, Reports, median, megabytes, paragraph, plural, rows_of, table
+from report_tables import (
+    MissingReport,
+    Report,
+    Reports,
+    median,
+    megabytes,
+    paragraph,
+    plural,
+    rows_of,
+    table,
+)
 
 DDP = "DDP + AdamW fused"
 OURS = "fusedshard sharded, ordered"
@@ -52,6 +62,8 @@ def step(reports: Reports) -> str:
 def by_ranks(reports: Reports, model: str) -> ByRanks:
     """The reports of a model by their number of ranks."""
     found = [report for report in reports.values() if report["settings"].get("model") == model]
+    if not found:
+        raise MissingReport(f"step_{model}_2_ranks")
     return {r["settings"]["ranks"]: r for r in sorted(found, key=lambda r: r["settings"]["ranks"])}
 
 
