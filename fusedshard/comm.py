@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fusedshard.dense import Chunks
 from fusedshard.pending import Pending
 from fusedshard.stats import Stats
 from fusedshard.transport import (
@@ -140,9 +141,7 @@ class Communicator:
         """Whether backward may start exchanges of gradients, added by us or by the backend."""
         return self._on(device).overlaps(ordered=ordered)
 
-    def exchange_chunks(
-        self, send: torch.Tensor, receive: torch.Tensor
-    ) -> tuple[list[torch.Tensor], Pending]:
+    def exchange_chunks(self, send: torch.Tensor, receive: torch.Tensor) -> tuple[Chunks, Pending]:
         """Start an all-to-all: chunk r of ``send`` goes to rank r.
 
         Args:

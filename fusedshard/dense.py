@@ -1,13 +1,19 @@
-"""Whether a tensor's memory holds its elements, and nothing else."""
+"""What a tensor's memory holds: its elements, and nothing else?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+# What each rank has sent, in rank order: 1-D tensors, or the rows of one 2-D tensor.
+Chunks = Sequence[torch.Tensor] | torch.Tensor
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether its operations are intercepted, so that its address is not that of its values."""
-    if type(tensor) is torch.Tensor:  # as all but a few are; the other question takes longer
+    if type(tensor) in _PLAIN_TYPES:  # as of every parameter and gradient, at each step
         return False
     return bool(torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python))
 
@@ -34,3 +40,18 @@ def shows_its_memory(tensor: torch.Tensor) -> bool:
     """Whether its values are those that kernels read: a lazily negated or conjugated view shows
     others than its memory holds, and a tensor of efficient zeros has none."""
     return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+
+
+def distance_of(chunks: Chunks) -> int:
+    """Elements from the beginning of each to that of the next.
+
+    Raises:
+        ValueError: it is not the same for all.
+    """
+    if isinstance(chunks, torch.Tensor):
+        return chunks.stride(0)
+    addresses = [chunk.data_ptr() for chunk in chunks]
+    stride = addresses[1] - addresses[0] if len(chunks) > 1 else 0
+    if addresses != [addresses[0] + i * stride for i in range(len(chunks))]:
+        raise ValueError("chunks: got scattered ones, wanted equal distances on this device")
+    return stride // chunks[0].element_size()

@@ -132,7 +132,7 @@ class Engine(Holdings):
         agreed = agree(self.comm, status)
         if agreed.changed:
             self._check_settled(agreed)
-            self._average(agreed)
+            self._average(agreed, used_at_once=call == "step")
         if call != "backward":  # after which nobody can have edited anything
             self._honour_edits()
 
@@ -173,15 +173,16 @@ class Engine(Holdings):
                 "all"
             )
 
-    def _average(self, agreed: Agreement) -> None:
-        """Do what the ranks have agreed on. Collective."""
+    def _average(self, agreed: Agreement, *, used_at_once: bool) -> None:
+        """Do what the ranks have agreed on. Collective. What is ``used_at_once`` nobody can edit
+        before."""
         used, known = agreed.used, len(self._exchange.members)
         self._adopt_later([index for index, is_used in enumerate(used) if is_used])
         if self._reduces:
             members = self._exchange.members
             numbers = (*agreed.stale, *range(known, len(members)))
             self._exchange.run([n for n in numbers if any(used[i] for i in members[n])], used)
-        else:
+        elif not used_at_once:
             self._exchange.note_present()
         present = [param.grad is not None for param in self.params]
         self._averaged = Averaged(self._means(), used, present)

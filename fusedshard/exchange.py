@@ -148,6 +148,8 @@ class GradientExchange:
     def outlook(self) -> Outlook:
         """How the gradients compare with what was sent."""
         marks, params = self._marks, self.params
+        if not marks and not self._sends:
+            return Outlook([False] * len(self.members), True, [])
         changed = {i for i in self.spans if not is_marked(marks.get(i), params[i].grad)}
         stale, edited = set[int](), set[int]()
         if self.overlapped:
@@ -204,7 +206,7 @@ class GradientExchange:
             grad = self._take_gradient(index, used)
             addresses[index] = 0 if grad is None else grad.data_ptr()
         bucket.packing.point_at(addresses)
-        self._packing.upload()
+        self._packing.upload(bucket.packing)
         self.reducer.start(bucket)
 
     def _take_gradient(self, index: int, used: Sequence[int] | None) -> torch.Tensor | None:

@@ -171,7 +171,8 @@ class GradientReducer:
         if self._ordered:
             chunks, pending = self._comm.exchange_chunks(send, buffers["receive"])
             yield pending
-            kernels.mean_(mean.split(bucket.layout.shard_numel)[self._comm.rank], chunks)
+            length = bucket.layout.shard_numel
+            kernels.mean_(mean.narrow(0, self._comm.rank * length, length), chunks)
             yield self._comm.all_gather_(mean)
         else:
             if mean is not send:

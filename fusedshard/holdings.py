@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -203,6 +204,10 @@ class Holdings:
             buckets, self._tables.tables, self._packing.tables, strict=True
         ):
             bucket.table, bucket.packing = table, packing
+        self._addresses = [0] * len(self.params)  # 0: not in flat memory
+        for flat in self._flats:
+            for slot in flat.layout.slots:
+                self._addresses[slot.param] = flat.address_of(slot)
         reduced = [bucket.reduced for bucket in buckets if bucket.reduced is not None]
         self._reads_shards = self._sharded and bool(reduced)
         if self._reads_shards:
@@ -237,8 +242,8 @@ class Holdings:
         """Raise RuntimeError where param groups or their parameters are not those admitted, or a
         parameter has another form or place."""
         sizes = [len(group["params"]) for group in groups]
-        same = zip(iterate_params(groups), self.params, strict=False)
-        if sizes != self._group_sizes or any(now is not then for now, then in same):
+        same = all(map(operator.is_, iterate_params(groups), self.params))
+        if sizes != self._group_sizes or not same:
             raise RuntimeError(
                 "param_groups: groups or parameters were added, removed or reordered: use "
                 "add_param_group, or build a new optimizer"
@@ -247,17 +252,13 @@ class Holdings:
         self._check_homes()
 
     def _check_homes(self) -> None:
-        for label, param, form in zip(self._labels, self.params, self._forms, strict=True):
+        rows = zip(self._labels, self.params, self._forms, self._addresses, strict=True)
+        for label, param, form, address in rows:
             check_form(label, param, form)
-        for flat in self._flats:
-            for slot in flat.layout.slots:
-                param = self.params[slot.param]
-                at_home = param.data_ptr() == flat.address_of(slot)
-                if not (at_home and shows_its_memory(param)):
-                    raise RuntimeError(
-                        f"{self._labels[slot.param]}: moved after the optimizer was built: "
-                        f"{KEEP_PARAMETERS}"
-                    )
+            if address and not (param.data_ptr() == address and shows_its_memory(param)):
+                raise RuntimeError(
+                    f"{label}: moved after the optimizer was built: {KEEP_PARAMETERS}"
+                )
 
     def _make_room_for_amsgrad(self, amsgrad: Sequence[bool]) -> None:
         """For the param groups that have it."""

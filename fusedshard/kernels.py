@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fusedshard.dense import is_dense, is_plain, shows_its_memory
+from fusedshard.dense import Chunks, is_dense, is_plain, shows_its_memory
 from fusedshard.native import (
     BACKENDS,
     CODE_BLOCK,
@@ -139,20 +139,25 @@ def unpack_(send: torch.Tensor, table: SegmentTable) -> None:
     _check_move(send, table).unpack(send, table)
 
 
-def mean_(out: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
+def mean_(out: torch.Tensor, chunks: Chunks) -> None:
     """``out = (chunks[0] + chunks[1] + ...) / len(chunks)``, added in that order.
 
     All are 1-D, contiguous, of one length and device. Chunks are of one dtype, and ``out`` is of
     that, or fp32 where they are bf16 or fp16; where it is of theirs it may be one of them. On a GPU
-    chunks must lie at equal distances, as the parts of one buffer do.
+    chunks must lie at equal distances, as the rows of one tensor do.
     """
-    if not chunks:
+    if len(chunks) == 0:
         raise ValueError("chunks: got none, wanted at least one")
     dtype, device = chunks[0].dtype, chunks[0].device
-    for index, chunk in enumerate(chunks):
+    for index, chunk in enumerate(_unlike(chunks)):
         backend = _check(f"chunks[{index}]", chunk, dtype, out.numel(), device)
     _check_like("out", out, wide_dtype(dtype), out.numel(), device)
     backend.mean(out, chunks)
+
+
+def _unlike(chunks: Chunks) -> Sequence[torch.Tensor]:
+    """Those that differ in more than their place: the rows of a tensor do not, and may be many."""
+    return [chunks[0]] if isinstance(chunks, torch.Tensor) else chunks
 
 
 def square_sum(x: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,12 @@ OpenMP runtime.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
+
+from fusedshard.dense import Chunks, distance_of
 
 if TYPE_CHECKING:
     from fusedshard.kernels import FingerprintTable
@@ -149,7 +150,7 @@ class Backend(Protocol):
 
     def unpack(self, send: torch.Tensor, table: SegmentTable) -> None: ...
 
-    def mean(self, out: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None: ...
+    def mean(self, out: torch.Tensor, chunks: Chunks) -> None: ...
 
     def square_sum(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -159,7 +160,7 @@ class Backend(Protocol):
 
     def fingerprints(self, hashes: torch.Tensor, table: FingerprintTable) -> None: ...
 
-    def upload(self, tables: StepTables) -> None: ...
+    def upload(self, tables: StepTables, words: range) -> None: ...
 
 
 def address(tensor: torch.Tensor | None) -> int:
@@ -229,7 +230,7 @@ class CpuBackend:
         threads = torch.get_num_threads()
         return send.data_ptr(), rows, count, send.numel(), send.element_size(), threads
 
-    def mean(self, out: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
+    def mean(self, out: torch.Tensor, chunks: Chunks) -> None:
         addresses = [chunk.data_ptr() for chunk in chunks]
         mean = getattr(_C, f"mean_{SUFFIX[chunks[0].dtype]}")
         mean(out.data_ptr(), addresses, out.numel(), torch.get_num_threads())
@@ -252,7 +253,7 @@ class CpuBackend:
         places = hashes.data_ptr(), table.rows.data_ptr()
         _C.fingerprints(*places, len(hashes), torch.get_num_threads())
 
-    def upload(self, tables: StepTables) -> None:
+    def upload(self, tables: StepTables, words: range) -> None:
         """The kernels read the tables where they are written."""
 
 
@@ -345,13 +346,10 @@ class CudaBackend:
         rows, tiles = table.device_rows.data_ptr(), table.tiles.data_ptr()
         return send.data_ptr(), rows, tiles, len(table.tiles)
 
-    def mean(self, out: torch.Tensor, chunks: Sequence[torch.Tensor]) -> None:
-        addresses = [chunk.data_ptr() for chunk in chunks]
-        stride = addresses[1] - addresses[0] if len(chunks) > 1 else 0
-        if addresses != [addresses[0] + i * stride for i in range(len(chunks))]:
-            raise ValueError("chunks: got scattered ones, wanted equal distances on this device")
-        mean = getattr(self._functions, f"mean_{SUFFIX[chunks[0].dtype]}")
-        layout = addresses[0], stride // chunks[0].element_size(), len(chunks), out.numel()
+    def mean(self, out: torch.Tensor, chunks: Chunks) -> None:
+        first = chunks[0]
+        mean = getattr(self._functions, f"mean_{SUFFIX[first.dtype]}")
+        layout = first.data_ptr(), distance_of(chunks), len(chunks), out.numel()
         mean(out.data_ptr(), *layout, *self.where(out.device))
 
     def square_sum(self, x: torch.Tensor) -> torch.Tensor:
@@ -375,15 +373,15 @@ class CudaBackend:
         places = hashes.data_ptr(), terms.data_ptr(), table.device_rows.data_ptr()
         self._functions.fingerprints(*places, len(hashes), len(terms), *self.where(hashes.device))
 
-    def upload(self, tables: StepTables) -> None:
-        """Write what has changed since the last upload; in a CUDA graph everything, since other
-        steps may have run when it is replayed."""
+    def upload(self, tables: StepTables, words: range) -> None:
+        """Write which of these words have changed since they were uploaded last; in a CUDA graph
+        all of them, since other steps may have run when it is replayed."""
         tables.replayed |= self.capturing()
         where = self.where(tables.device_words.device)
-        for start, stop in tables.stretches_to_send():
-            to, words = tables.device_words[start:stop], tables.words[start:stop]
-            self._functions.write_words(to.data_ptr(), words.data_ptr(), stop - start, *where)
-        tables.note_sent()  # not before: where a launch fails, all of it is sent again
+        for start, stop in tables.stretches_to_send(words):
+            to, values = tables.device_words[start:stop], tables.words[start:stop]
+            self._functions.write_words(to.data_ptr(), values.data_ptr(), stop - start, *where)
+        tables.note_sent(words)  # not before: where a launch fails, all of it is sent again
         for group, column, value in tables.device_scalars:
             tables.device_groups[group, column].copy_(value.reshape(()))
 

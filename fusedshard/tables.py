@@ -71,6 +71,7 @@ class SegmentTable:
 
     Attributes:
         rows: (n, 8) int64 in host memory.
+        words: where among all of the tables' words these lie.
         params: the parameter of each row.
         device_rows: the same for the kernels; on the CPU ``rows`` itself.
         tiles: on a GPU (t, 2) int32: segment, and which stretch of it.
@@ -82,13 +83,14 @@ class SegmentTable:
 
     def __init__(self, tables: StepTables, first: int, segments: Sequence[Segment]) -> None:
         self.rows = tables.rows[first : first + len(segments)]
+        self.words = range(first * _COLUMNS, (first + len(segments)) * _COLUMNS)
         self.params = [segment.param for segment in segments]
         self._offset_bytes = tables.param_offset_bytes[first : first + len(segments)]
         self.device_rows = tables.device_rows[first : first + len(segments)]
         self.groups, self.device_groups = tables.groups, tables.device_groups
         self.end = max((s.shard_start + s.length for s in segments), default=0)
         self.alignment = math.gcd(*(s.shard_start for s in segments))
-        self.tiles = _tiles([s.length for s in segments], tables.device_words.device)
+        self.tiles = tables.tiles_of(tuple(s.length for s in segments))
         self.amsgrad = False
 
     def point_at(self, addresses: Mapping[int, int]) -> None:
@@ -136,6 +138,7 @@ class StepTables:
         self.rows[:, 4] = self._params
         self.rows[:, 5] = group_of[self._params]
         self.rows[:, 6] = self._param_starts
+        self._tiles: dict[tuple[int, ...], torch.Tensor] = {}
         firsts = itertools.accumulate((len(segments) for segments, _ in stretches), initial=0)
         self.tables = [
             SegmentTable(self, first, segments)
@@ -145,6 +148,13 @@ class StepTables:
         self.replayed = False  # whether a CUDA graph may write to the device's words
         self._sent: torch.Tensor | None = None
         self._backend = backend
+
+    def tiles_of(self, lengths: tuple[int, ...]) -> torch.Tensor:
+        """Which stretch of which segment each thread block takes, where the segments are as long
+        as that. Buckets of one pattern, as layers of one shape make, share them."""
+        if lengths not in self._tiles:
+            self._tiles[lengths] = _tiles(lengths, self.device_words.device)
+        return self._tiles[lengths]
 
     def point_at_shards(self, gradients: Sequence[torch.Tensor]) -> None:
         """Take each bucket's gradients from one array parallel to it, which must outlive this: of
@@ -184,21 +194,30 @@ class StepTables:
             if isinstance(value, torch.Tensor)
         ]
 
-    def upload(self) -> None:
-        """Bring the device's words up to date, in the order of the current stream."""
-        self._backend.upload(self)
+    def upload(self, table: SegmentTable | None = None) -> None:
+        """Bring the device's words up to date, in the order of the current stream: all of them,
+        or a bucket's rows."""
+        everything = range(len(self.words))
+        first_time = self._sent is None
+        self._backend.upload(self, everything if table is None or first_time else table.words)
 
-    def stretches_to_send(self) -> list[tuple[int, int]]:
-        """``(start, stop)`` of the words that differ from those on the device."""
+    def stretches_to_send(self, words: range) -> list[tuple[int, int]]:
+        """``(start, stop)`` of those words that differ from the device's."""
         if self._sent is None or self.replayed:
-            return [(0, len(self.words))] if len(self.words) else []
-        changed = self.words != self._sent
+            return [(words.start, words.stop)] if words else []
+        now, then = (array[words.start : words.stop] for array in (self.words, self._sent))
+        if len(words) <= _BLOCK:
+            return [] if torch.equal(now, then) else [(words.start, words.stop)]
+        changed = now != then
         blocks = (changed.nonzero().flatten() // _BLOCK).unique().tolist()
-        return [(b * _BLOCK, min((b + 1) * _BLOCK, len(self.words))) for b in blocks]
+        starts = [words.start + block * _BLOCK for block in blocks]
+        return [(start, min(start + _BLOCK, words.stop)) for start in starts]
 
-    def note_sent(self) -> None:
-        """The device's words are these."""
-        self._sent = self.words.clone()
+    def note_sent(self, words: range) -> None:
+        """The device's are these now."""
+        if self._sent is None:
+            self._sent = self.words.clone()
+        self._sent[words.start : words.stop] = self.words[words.start : words.stop]
 
 
 def integers(values: Sequence[int]) -> torch.Tensor:

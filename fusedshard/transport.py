@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from fusedshard.dense import Chunks
 from fusedshard.pending import Pending, explaining
 
 # torch 2.13 renamed both, and warns of the old names.
@@ -64,9 +65,7 @@ class Transport(Protocol):
     def overlaps(self, *, ordered: bool) -> bool:
         """Whether backward may start exchanges of gradients, added by us or by the backend."""
 
-    def exchange_chunks(
-        self, send: torch.Tensor, receive: torch.Tensor
-    ) -> tuple[list[torch.Tensor], Pending]:
+    def exchange_chunks(self, send: torch.Tensor, receive: torch.Tensor) -> tuple[Chunks, Pending]:
         """Chunk r of ``send`` goes to rank r; the chunks meant for this rank, in rank order."""
 
     def all_gather_(self, flat: torch.Tensor) -> Pending:
@@ -159,7 +158,7 @@ class StagedPairs:
     def overlaps(self, *, ordered: bool) -> bool:
         return False
 
-    def __init__(self, pairs: Transport, world_size: int, rank: int) -> None:
+    def __init__(self, pairs: GlooPairs, world_size: int, rank: int) -> None:
         self._pairs = pairs
         self._world_size, self._rank = world_size, rank
 
@@ -169,7 +168,7 @@ class StagedPairs:
 
     def exchange_chunks(
         self, send: torch.Tensor, receive: torch.Tensor
-    ) -> tuple[list[torch.Tensor], Pending]:
+    ) -> tuple[torch.Tensor, Pending]:
         host_send = _host_copy(send)
         arriving = self._pairs.received_chunks(self._world_size)
         room = send.numel() // self._world_size * arriving
@@ -179,7 +178,7 @@ class StagedPairs:
             pending.wait()
             receive.copy_(torch.cat(chunks))
 
-        return list(receive.split(send.numel() // self._world_size)), Pending(then=finish)
+        return receive.view(self._world_size, -1), Pending(then=finish)
 
     def all_gather_(self, flat: torch.Tensor) -> Pending:
         return self._in_place(self._pairs.all_gather_, flat)
@@ -239,13 +238,14 @@ class GroupCollectives:
 
     def exchange_chunks(
         self, send: torch.Tensor, receive: torch.Tensor
-    ) -> tuple[list[torch.Tensor], Pending]:
+    ) -> tuple[torch.Tensor, Pending]:
         work = dist.all_to_all_single(receive, send, group=self._group, async_op=True)
-        chunks = list(receive.split(send.numel() // self._world_size))
-        return chunks, Pending([work], holds_host=False)
+        # As one tensor: at thousands of ranks that many of their own would take long to make.
+        return receive.view(self._world_size, -1), Pending([work], holds_host=False)
 
     def all_gather_(self, flat: torch.Tensor) -> Pending:
-        own = flat.split(flat.numel() // self._world_size)[self._rank]
+        length = flat.numel() // self._world_size
+        own = flat.narrow(0, self._rank * length, length)
         work = _all_gather(flat, own, group=self._group, async_op=True)
         return Pending([work], holds_host=False)
 

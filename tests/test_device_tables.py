@@ -58,10 +58,32 @@ def test_upload_sends_what_changed(backend: EmulatedBackend, control: Any) -> No
     tables.rows[0, 2] += 4  # in the first 480 words
     tables.rows[499, 2] += 4  # in those from 3,840 on
     tables.used[499] = 0  # likewise from 4,320 on
-    assert [start for start, _ in tables.stretches_to_send()] == [0, 3840, 4320]
+    everything = range(len(tables.words))
+    assert [start for start, _ in tables.stretches_to_send(everything)] == [0, 3840, 4320]
     tables.upload()
     assert control.launch_count() == first + 3
-    assert same_words(tables) and tables.stretches_to_send() == []
+    assert same_words(tables) and tables.stretches_to_send(everything) == []
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_upload_of_one_bucket(backend: EmulatedBackend, control: Any, captured: bool) -> None:
+    """Alone, but for the first time: its rows are of no use without the groups' numbers."""
+    backend.graph = captured
+    sizes = [2, 70, 3]  # 70 rows are more words than one launch writes
+    segments = [[Segment(i, 0, i, 1) for i in range(size)] for size in sizes]
+    stretches = [(rows, 4) for rows in segments]
+    tables = StepTables(stretches, integers([0] * 70), 1, torch.device("cpu"))
+    tables.set_groups([ADAM])
+    tables.upload(tables.tables[1])
+    assert same_words(tables)
+    tables.words += 1
+    before = control.launch_count()
+    tables.upload(tables.tables[1])
+    assert control.launch_count() == before + 2
+    other = tables.device_words != tables.words
+    assert other.nonzero().flatten().tolist() == [*range(16), *range(72 * 8, len(tables.words))]
+    tables.upload()
+    assert same_words(tables)
 
 
 def test_words_whose_upload_failed_are_sent_again(backend: EmulatedBackend, control: Any) -> None:
@@ -179,6 +201,18 @@ def test_tiles_cover_every_element_once(backend: EmulatedBackend) -> None:
     (table,) = tables_of(segments, 4).tables
     want = [(1, 0), (2, 0), (3, 0), (4, 0), (4, 1), (6, 0), (6, 1), (6, 2), (6, 3)]
     assert [tuple(tile) for tile in table.tiles.tolist()] == want
+
+
+def test_buckets_of_one_pattern_share_their_tiles(backend: EmulatedBackend) -> None:
+    patterns = [[5000, 9], [5000, 9], [9, 5000]]
+    stretches = [
+        ([Segment(param, 0, 8192 * param, n) for param, n in enumerate(lengths)], 4)
+        for lengths in patterns
+    ]
+    first, second, other = StepTables(stretches, integers([0, 0]), 1, torch.device("cpu")).tables
+    assert first.tiles is second.tiles
+    assert first.tiles.tolist() == [[0, 0], [0, 1], [1, 0]]
+    assert other.tiles.tolist() == [[0, 0], [1, 0], [1, 1]]
 
 
 def test_the_cpu_reads_the_tables_where_they_are_written() -> None:

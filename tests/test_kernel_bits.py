@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from kernel_tools import (
 from oracles import adam_reference_, fresh_state, ordered_mean, same_bits, same_state
 
 from fusedshard import _C
+from fusedshard.dense import Chunks
 from fusedshard.kernels import found_inf_, mean_, square_sum
 from fusedshard.native import AdamState
 from fusedshard.tables import GroupScalars
@@ -90,13 +92,14 @@ def test_update_of_every_size(dtype: torch.dtype, numel: int) -> None:
 @each_dtype
 def test_mean(dtype: torch.dtype, numel: int) -> None:
     chunks = [*chunks_of_all_scales(3, numel, dtype), odd_values(numel, dtype)]
-    chunks = list(torch.stack(chunks))  # at equal distances
+    rows = torch.stack(chunks).repeat(1, 2)[:, :numel]  # at equal distances, apart
     want = ordered_mean(chunks)
-    for variant, threads in ways_to_run():
+    forms: tuple[Chunks, ...] = (rows, list(rows))
+    for (variant, threads), given in itertools.product(ways_to_run(), forms):
         out = torch.full((numel,), 7.0, dtype=dtype)
         with running_on(variant, threads):
-            mean_(out, chunks)
-        assert same_bits(out, want), (variant, threads)
+            mean_(out, given)
+        assert same_bits(out, want), (variant, threads, type(given))
 
 
 @on_each_backend
