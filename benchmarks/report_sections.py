@@ -155,6 +155,29 @@ def mixed(reports: Reports) -> str:
     return paragraph(*text)
 
 
+def scale(reports: Reports) -> str:
+    report = reports["scale"]
+    text = paragraph(
+        "How it grows (`bench_scale.py`): the product itself as one rank of N, in bf16, without",
+        "memory, wire and kernels. *step* is all that the host does in backward and step.",
+    )
+    columns = ["", "ranks", "buckets", "padding %", "construction s", "step ms", "state a rank"]
+    rows = [
+        [
+            f"{found['model']} ({found['tensors']:,} tensors)",
+            f"{found['ranks']:,}",
+            f"{found['buckets']:,}",
+            f"{found['padding_waste'] * 100:.2g}",
+            f"{found['seconds']['construction']['median']:.2g}",
+            f"{found['seconds']['step']['median'] * 1e3:.0f}",
+            f"{found['state_bytes'] / 1e9:.3g} GB",
+        ]
+        for found in report["results"]
+        if found["dtype"] == "bf16"
+    ]
+    return f"{text}\n\n{table(columns, rows)}"
+
+
 def hooks(reports: Reports) -> str:
     tiny, overlap = reports["hooks_1_rank"], reports["overlap_2_ranks"]
     overhead = median(rows_of(tiny)[OURS], "overhead_against_ddp_foreach")
@@ -233,6 +256,7 @@ SECTIONS: list[Callable[[Reports], str]] = [
     step,
     kernel,
     mixed,
+    scale,
     hooks,
     audits,
     claims,
