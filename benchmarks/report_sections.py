@@ -17,6 +17,7 @@ from report_tables import (
     processor,
     rows_of,
     table,
+    volume,
 )
 
 OURS = "fusedshard sharded, ordered"
@@ -170,7 +171,7 @@ def scale(reports: Reports) -> str:
             f"{found['padding_waste'] * 100:.2g}",
             f"{found['seconds']['construction']['median']:.2g}",
             f"{found['seconds']['step']['median'] * 1e3:.0f}",
-            f"{found['state_bytes'] / 1e9:.3g} GB",
+            volume(found["state_bytes"]),
         ]
         for found in report["results"]
         if found["dtype"] == "bf16"

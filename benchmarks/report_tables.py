@@ -57,6 +57,14 @@ def megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:.{0 if nbytes >= 1e7 else 1}f}"
 
 
+def volume(nbytes: float) -> str:
+    """With its unit."""
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
+        if nbytes >= size:
+            return f"{nbytes / size:.3g} {unit}"
+    return f"{nbytes / 1e3:.3g} kB"
+
+
 def processor(report: Report) -> str:
     machine = report["machine"]
     memory = machine["memory_bytes"] / 2**30
