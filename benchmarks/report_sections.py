@@ -222,6 +222,28 @@ def _share(report: Report) -> str:
     return f"{report['shares'][OURS]['median'] * 100:.2f}"
 
 
+def checkpoints(reports: Reports) -> str:
+    report = reports["checkpoint_2_ranks"]
+    text = paragraph(
+        "Saving and loading the optimizer's state of the GPT on two ranks (`bench_checkpoint.py`), by",
+        "torch.distributed.checkpoint (DCP) and as one file that the first rank writes, the same",
+        "calls for FSDP2: *beside* is the memory that a rank needed at most beyond what it had.",
+    )
+    columns = ["", "file", "save ms", "load ms", "beside it: save", "load"]
+    rows = [
+        [
+            row["name"],
+            volume(row["file_bytes"]),
+            median(row, "save_seconds", 0, 1e3),
+            median(row, "load_seconds", 0, 1e3),
+            volume(row["save_peak_bytes"]["median"]),
+            volume(row["load_peak_bytes"]["median"]),
+        ]
+        for row in report["results"]
+    ]
+    return f"{text}\n\n{table(columns, rows)}"
+
+
 def claims(reports: Reports) -> str:
     """Every bar of every report, those that are missed first."""
     rows = [
@@ -260,6 +282,7 @@ SECTIONS: list[Callable[[Reports], str]] = [
     scale,
     hooks,
     audits,
+    checkpoints,
     claims,
     sources,
 ]
