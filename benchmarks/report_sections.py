@@ -227,7 +227,8 @@ def checkpoints(reports: Reports) -> str:
     text = paragraph(
         "Saving and loading the optimizer's state of the GPT on two ranks (`bench_checkpoint.py`),",
         "by torch.distributed.checkpoint (DCP) and as one file that the first rank writes, the",
-        "same calls for FSDP2: *beside* is the memory that a rank needed at most beyond what it had.",
+        "same calls for FSDP2: *beside* is the memory that a rank needed at most beyond what it",
+        "had.",
     )
     columns = ["", "file", "save ms", "load ms", "beside it: save", "load"]
     rows = [
