@@ -3,63 +3,116 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 
+from fusedshard import kernels
 from fusedshard.comm import Communicator
-from fusedshard.dense import is_wrapper
-from fusedshard.fingerprint import HYPERPARAMETERS, plain
 from fusedshard.flat import FlatBuffer, view_as_param
 from fusedshard.kernels import flat_memory
 from fusedshard.layout import Slot
-from fusedshard.moments import Piece
-from fusedshard.options import check_hyperparameters
-from fusedshard.params import in_storage_order, parameter_labels
+from fusedshard.moments import Moment, Piece
+from fusedshard.params import in_storage_order
+from fusedshard.sharded_state import ShardedState, Stretch
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 EXPONENTS = tuple(f"{name}_exponents" for name in MOMENTS)  # beside 8-bit moments
-MASTERS = "master_weights"  # key of a state dict
-MAX_STEP = 2.0**53  # up to which a double counts
+MASTERS = "master_weights"  # of 16-bit parameters, beside their moments
 
 
-class FullState(NamedTuple):
-    """Of every parameter, by its number: whole tensors in host memory with the parameter's shape
-    and strides, fp32 for bf16 and fp16 parameters.
-
-    Attributes:
-        moments: by torch's names.
-        masters: the fp32 values of 16-bit parameters that have any beside them.
-    """
-
-    moments: dict[int, dict[str, torch.Tensor]]
-    masters: dict[int, torch.Tensor]
+# Moments by torch's names, and masters: of each parameter, by its number. Tensors have the
+# parameter's shape and strides.
+State = dict[int, dict[str, torch.Tensor]]
 
 
 def full_state(
-    flats: Sequence[FlatBuffer], params: Sequence[torch.Tensor], comm: Communicator, *, keep: bool
-) -> FullState:
-    """Copies of all state.
+    flats: Sequence[FlatBuffer],
+    params: Sequence[torch.Tensor],
+    comm: Communicator,
+    *,
+    keep: bool,
+    cpu: bool,
+) -> State:
+    """Copies of all state, fp32 for bf16 and fp16 parameters; empty on ranks that do not ``keep``
+    them.
 
-    Collective where it is sharded. At most one flat buffer is held beside the result, which is
-    empty on ranks that do not ``keep`` it.
+    Collective where it is sharded. Beside the result a rank holds one parameter at most; where it
+    does not keep it, or keeps it elsewhere, one bucket.
     """
-    state = FullState({}, {})
+    state: State = {}
     for flat in flats:
-        slots = flat.layout.slots if keep else ()
-        for name, moment in flat.moments.items():
-            whole = _whole(flat, moment.read(0, len(moment.values)), comm)
-            for slot in slots:
+        place = (kernels.CPU if cpu else flat.device) if keep else None
+        for name, read in _readers(flat).items():
+            whole = _whole(flat, read, comm, place)
+            if whole is None:
+                continue
+            for slot in flat.layout.slots:
                 view = view_as_param(whole, slot, params[slot.param])
-                state.moments.setdefault(slot.param, {})[name] = view.to("cpu", copy=True)
-        if flat.masters is not None:
-            whole = _whole(flat, flat.owned_masters(), comm)
-            for slot in slots:
-                view = view_as_param(whole, slot, params[slot.param])
-                state.masters[slot.param] = view.to("cpu", copy=True)
+                state.setdefault(slot.param, {})[name] = view
     return state
+
+
+# Writes reals of what this rank owns of a flat buffer, from an element on, to a 1-D tensor.
+Read = Callable[[int, torch.Tensor], None]
+
+
+def _readers(flat: FlatBuffer) -> dict[str, Read]:
+    """By the names of state dicts; what is read is fp32 or fp64."""
+    readers: dict[str, Read] = {name: moment.read_to for name, moment in flat.moments.items()}
+    if flat.masters is not None:
+        readers[MASTERS] = flat.read_masters_to
+    return readers
+
+
+def sharded_state(
+    flats: Sequence[FlatBuffer], params: Sequence[torch.Tensor]
+) -> dict[int, dict[str, ShardedState]]:
+    """What this rank holds of every parameter's moments and masters, without communication, as
+    tensors of the parameter's shape: in their own format, but fp32 for codes and remainders."""
+    state: dict[int, dict[str, ShardedState]] = {}
+    for flat in flats:
+        for slot in flat.layout.slots:
+            part = partial(_sharded, flat, slot, params[slot.param])
+            state[slot.param] = {
+                name: part(moment.stored_dtype, partial(_stored, moment))
+                for name, moment in flat.moments.items()
+            }
+            if flat.masters is not None:
+                state[slot.param][MASTERS] = part(flat.wide, flat.masters.read)
+    return state
+
+
+def _stored(moment: Moment, piece: Piece) -> torch.Tensor:
+    return moment.stored(piece.owned_start, piece.length)
+
+
+def _sharded(
+    flat: FlatBuffer,
+    slot: Slot,
+    param: torch.Tensor,
+    dtype: torch.dtype,
+    read: Callable[[Piece], torch.Tensor],
+) -> ShardedState:
+    """``read`` returns a piece's reals, of ``dtype``."""
+    shown = dtype.to_complex() if param.is_complex() else dtype
+
+    def read_stretch(piece: Piece) -> torch.Tensor:
+        return read(piece).view(shown)
+
+    stretches = [
+        Stretch(*in_numbers(piece, param), partial(read_stretch, piece))
+        for piece in flat.pieces.get(slot.param, ())
+    ]
+    return ShardedState(param.size(), param.stride(), shown, flat.device, stretches)
+
+
+def in_numbers(piece: Piece, param: torch.Tensor) -> tuple[int, int]:
+    """Start and length of a piece in the parameter's own numbers, which may be complex."""
+    reals = 2 if param.is_complex() else 1
+    return piece.param_start // reals, piece.length // reals
 
 
 def store_moments(
@@ -78,17 +131,17 @@ def store_moments(
 
 
 def store_masters(
-    flat: FlatBuffer, params: Sequence[torch.Tensor], masters: Mapping[int, torch.Tensor]
+    flat: FlatBuffer, params: Sequence[torch.Tensor], state: Mapping[int, Mapping[str, Any]]
 ) -> None:
     """The same for masters; parameters that have none there are their own."""
     if flat.masters is None:
         return
     for slot in flat.layout.slots:
-        if slot.param not in masters:
+        saved = state.get(slot.param, {}).get(MASTERS)
+        if saved is None:
             for piece in flat.pieces.get(slot.param, ()):
                 flat.masters.forget(piece)
             continue
-        saved = masters[slot.param]
         for piece, stretch in _stretches(flat, params[slot.param], slot, saved):
             flat.masters.write(piece, stretch)
 
@@ -96,35 +149,85 @@ def store_masters(
 def _stretches(
     flat: FlatBuffer, param: torch.Tensor, slot: Slot, saved: torch.Tensor | None
 ) -> list[tuple[Piece, torch.Tensor]]:
-    """What this rank owns of a whole tensor of the parameter's shape, of zeros for None."""
+    """What this rank owns of a whole tensor of the parameter's shape, of zeros for None; 1-D
+    reals."""
+    pieces = flat.pieces.get(slot.param, [])
+    if isinstance(saved, ShardedState):
+        read = [
+            stretch.read().to(flat.wide).view(flat.wide.to_real()) for stretch in saved.stretches
+        ]
+        return list(zip(pieces, read, strict=True))
     whole = torch.empty_strided(param.size(), param.stride(), dtype=flat.wide, device=flat.device)
     whole.zero_() if saved is None else whole.copy_(saved)
     source = in_storage_order(whole)
-    return [
-        (piece, source.narrow(0, piece.param_start, piece.length))
-        for piece in flat.pieces.get(slot.param, ())
-    ]
+    return [(piece, source.narrow(0, piece.param_start, piece.length)) for piece in pieces]
 
 
-def fill_in(packed: dict[str, Any], full: FullState) -> None:
-    """Replace what a packed state dict shows of this rank's memory by whole moments, and whatever
-    else it holds of the optimizer by copies in host memory. Where a group has amsgrad, every state
-    has its third moment: zero, if the parameter had no gradient since it was switched on. Masters
-    come beside ``state``, which torch casts when it loads it."""
-    if full.masters:
-        packed[MASTERS] = full.masters
+def fill_in(packed: dict[str, Any], full: State) -> None:
+    """Replace what a packed state dict shows of this rank's memory by whole moments and masters,
+    and whatever else it holds of the optimizer by copies in host memory. Where a group has amsgrad,
+    every state has its third moment: zero, if the parameter had no gradient since it was switched
+    on."""
     for group in packed["param_groups"]:
         for index in group["params"]:
             state = packed["state"].get(index)
             if not state:
                 continue
-            whole = full.moments.get(index, {})
-            shown = [name for name in state if name not in EXPONENTS]
-            names = dict.fromkeys([*shown, *(MOMENTS if group["amsgrad"] else ())])
+            whole = full.get(index, {})
+            names = _shown_names(state, whole, group)
             packed["state"][index] = {
                 name: whole[name] if name in whole else _on_host({**state, **whole}, name)
                 for name in names
             }
+
+
+def filled(state: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter's visible state, with whole arrays in place of this rank's memory."""
+    shown = {name: value for name, value in state.items() if name not in EXPONENTS}
+    return {**shown, **{n: value for n, value in whole.items() if n in shown or n == MASTERS}}
+
+
+def without_arrays(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """What torch is to load of a state dict, which would cast the rest to the parameters' dtype."""
+    ours = {*MOMENTS, MASTERS}
+    state = {
+        key: {name: value for name, value in values.items() if name not in ours}
+        if isinstance(values, Mapping)
+        else values
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}
+
+
+def in_new_containers(value: Any) -> Any:
+    """A state dict with the same tensors, whose dicts and lists are the caller's to change, as
+    torch.distributed.checkpoint does."""
+    if isinstance(value, dict):
+        return {key: in_new_containers(entry) for key, entry in value.items()}
+    return [in_new_containers(entry) for entry in value] if isinstance(value, list) else value
+
+
+def show_shards(packed: dict[str, Any], shards: Mapping[int, Mapping[str, Any]]) -> None:
+    """Replace what a packed state dict shows of this rank's memory by ``shards``, parameter by
+    parameter, and steps by copies: what is loaded into the dict must not be the optimizer's yet."""
+    for group in packed["param_groups"]:
+        for index in group["params"]:
+            state = packed["state"].get(index)
+            if state:
+                own = shards.get(index, {})
+                shown = {"step": state["step"].cpu().clone(), **own}
+                names = _shown_names(state, own, group)
+                packed["state"][index] = {name: shown.get(name, state.get(name)) for name in names}
+
+
+def _shown_names(
+    state: Mapping[str, Any], own: Mapping[str, Any], group: Mapping[str, Any]
+) -> list[str]:
+    """Of what a state dict has of a parameter, given what is visible of it."""
+    third = MOMENTS if group["amsgrad"] else ()
+    masters = (MASTERS,) if MASTERS in own else ()
+    visible = (name for name in state if name not in EXPONENTS)
+    return list(dict.fromkeys([*visible, *third, *masters]))
 
 
 def _on_host(state: Mapping[str, Any], name: str) -> Any:
@@ -134,96 +237,21 @@ def _on_host(state: Mapping[str, Any], name: str) -> Any:
     return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def check_fits(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ValueError, naming the group or parameter, where a state dict cannot be loaded."""
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            found = ", ".join(map(repr, state_dict)) or "nothing"
-            raise ValueError(f"state_dict: got the keys {found}, wanted 'state' and 'param_groups'")
-    saved_groups = state_dict["param_groups"]
-    if len(saved_groups) != len(groups):
-        raise ValueError(
-            f"param_groups: got {len(saved_groups)} in the state dict, wanted {len(groups)}"
-        )
-    labels = iter(parameter_labels(groups))
-    masters = state_dict.get(MASTERS, {})
-    if not isinstance(masters, Mapping):
-        kind = type(masters).__name__
-        raise ValueError(f"{MASTERS}: got a {kind} in the state dict, wanted tensors by parameter")
-    for number, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
-        if len(saved["params"]) != len(group["params"]):
-            raise ValueError(
-                f"group {number}: got {len(saved['params'])} parameters in the state dict, "
-                f"wanted {len(group['params'])}"
-            )
-        check_hyperparameters({**group, **saved})
-        for key, param in zip(saved["params"], group["params"], strict=True):
-            label = next(labels)
-            _check_state(label, state_dict["state"].get(key), param)
-            if key in masters:
-                _check_array(label, MASTERS, masters[key], param)
-
-
-def describe_content(state_dict: Mapping[str, Any]) -> str:
-    """What must be the same in every rank's dict, short of the values: hyperparameters, steps,
-    and which parameters have which state."""
-    groups = [
-        [repr(plain(group.get(name))) for name in ("params", *HYPERPARAMETERS)]
-        for group in state_dict["param_groups"]
-    ]
-    states = sorted(
-        (key, float(state["step"]), sorted(state))
-        for key, state in state_dict["state"].items()
-        if isinstance(key, int) and state  # beside a user's own entries
-    )
-    masters = sorted(map(repr, state_dict.get(MASTERS, ())))
-    return hashlib.sha256(repr((groups, states, masters)).encode()).hexdigest()
-
-
-def _check_state(label: str, state: Mapping[str, Any] | None, param: torch.Tensor) -> None:
-    if not state:
-        return
-    # Without max_exp_avg_sq amsgrad begins at zero, as where it is switched on later.
-    for name in ("step", *MOMENTS[:2]):
-        if name not in state:
-            raise ValueError(f"{label}: {name} is missing in the state dict")
-    step = float(state["step"])
-    if not (0 <= step <= MAX_STEP and step.is_integer()):
-        raise ValueError(
-            f"{label}: step is {step} in the state dict, wanted an integer from 0 to 2^53"
-        )
-    for name in MOMENTS:
-        if name in state:
-            _check_array(label, name, state[name], param)
-
-
-def _check_array(label: str, name: str, saved: Any, param: torch.Tensor) -> None:
-    if not isinstance(saved, torch.Tensor):
-        kind = type(saved).__name__
-        raise ValueError(f"{label}: {name} is a {kind} in the state dict, wanted a tensor")
-    if saved.layout != torch.strided or is_wrapper(saved):
-        raise ValueError(f"{label}: {name} is no plain dense tensor in the state dict")
-    if not (saved.is_floating_point() or saved.is_complex()):
-        raise ValueError(f"{label}: {name} is {saved.dtype} in the state dict, wanted floats")
-    if saved.is_complex() != param.is_complex():
-        raise ValueError(
-            f"{label}: {name} is {saved.dtype} in the state dict, which does not fit {param.dtype}"
-        )
-    if saved.shape != param.shape:
-        raise ValueError(
-            f"{label}: {name} has shape {tuple(saved.shape)} in the state dict, "
-            f"wanted {tuple(param.shape)}"
-        )
-
-
-def _whole(flat: FlatBuffer, owned: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    return owned if flat.owners == 1 else _gather(flat, owned, comm)
-
-
-def _gather(flat: FlatBuffer, owned: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    whole = flat_memory(flat.layout.numel, owned.dtype, flat.device)
-    for bucket in flat.layout.buckets:
-        mine = whole.narrow(0, bucket.shard_start(comm.rank), bucket.shard_numel)
-        mine.copy_(owned.narrow(0, bucket.start // flat.owners, bucket.shard_numel))
-        comm.all_gather_(whole.narrow(0, bucket.start, bucket.numel)).wait()
+def _whole(
+    flat: FlatBuffer, read: Read, comm: Communicator, place: torch.device | None
+) -> torch.Tensor | None:
+    """All of an array of a flat buffer, there; or None, if it is to be nowhere and this rank only
+    does its part."""
+    buckets, dtype, in_place = flat.layout.buckets, flat.wide.to_real(), place == flat.device
+    whole = None if place is None else flat_memory(flat.layout.numel, dtype, place)
+    room = whole if in_place else flat_memory(max(b.numel for b in buckets), dtype, flat.device)
+    assert room is not None
+    for bucket in buckets:
+        here = room.narrow(0, bucket.start if in_place else 0, bucket.numel)
+        owned = bucket.numel // flat.owners
+        read(bucket.start // flat.owners, here.narrow(0, flat.rank * owned, owned))
+        if flat.owners > 1:
+            comm.all_gather_(here).wait()
+        if whole is not None and not in_place:
+            whole.narrow(0, bucket.start, bucket.numel).copy_(here)
     return whole

@@ -199,20 +199,29 @@ class FlatBuffer:
                 visible[f"{name}_exponents"] = exponents
         return visible
 
+    def visible_masters(self, slot: Slot, like: torch.Tensor) -> torch.Tensor:
+        """The same of its masters: fp32, or remainders, int16."""
+        assert self.masters is not None
+        if self.owners == 1:
+            return view_as_param(self.masters.values, slot, like)
+        pieces = self.pieces.get(slot.param, [])
+        start = pieces[0].owned_start if pieces else 0
+        return self.masters.values.narrow(0, start, sum(piece.length for piece in pieces))
+
     def mean_view(self, slot: Slot, like: torch.Tensor) -> torch.Tensor:
         """A parameter's averaged gradient, where this rank has all of it."""
         assert self.reduced is not None
         return view_as_param(self.reduced, slot, like)
 
-    def owned_masters(self) -> torch.Tensor:
-        """Copies of all that this rank owns, 1-D, fp32."""
+    def read_masters_to(self, start: int, out: torch.Tensor) -> None:
+        """Write a bucket's part of what this rank owns, fp32, to ``out``, 1-D; padding is left
+        out."""
         assert self.masters is not None
-        owned = self._new(self.layout.numel // self.owners, self.wide)
         for pieces in self.pieces.values():
             for piece in pieces:
-                mine = owned.narrow(0, piece.owned_start, piece.length)
-                mine.copy_(self.masters.read(piece))
-        return owned
+                if start <= piece.owned_start < start + len(out):
+                    mine = out.narrow(0, piece.owned_start - start, piece.length)
+                    self.masters.read_to(piece, mine)
 
     def address_of(self, slot: Slot) -> int:
         """Where the elements of a parameter lie."""

@@ -29,6 +29,7 @@ from fusedshard.params import (
     parameter_labels,
     spec_of,
 )
+from fusedshard.sharded_state import ShardedState
 from fusedshard.tables import StepTables, integers
 
 
@@ -269,19 +270,22 @@ class Holdings:
                 flat.ensure_max_exp_avg_sq()
 
     def visible_state(self, indices: set[int]) -> dict[int, dict[str, torch.Tensor]]:
-        """Views of step and moments of some parameters: whole where this rank has all of them,
-        else this rank's piece."""
+        """Views of step, moments and masters of some parameters: whole where this rank has all of
+        them, else this rank's piece."""
         state: dict[int, dict[str, torch.Tensor]] = {}
         for flat in self._flats:
             for slot in flat.layout.slots:
                 if slot.param in indices:
                     param = self.params[slot.param]
                     state[slot.param] = flat.visible_moments(slot, param)
+                    if flat.masters is not None:
+                        state[slot.param][checkpoint.MASTERS] = flat.visible_masters(slot, param)
         for index in indices - state.keys():  # empty parameters have no place in flat memory
             param = self.params[index]
             empty = torch.zeros_like(param, dtype=kernels.wide_dtype(param.dtype))
             state[index] = {name: empty.clone() for name in checkpoint.MOMENTS}
-        return {i: {"step": self._step_view(i), **moments} for i, moments in state.items()}
+        # In torch's order, for whoever goes through a state dict.
+        return {i: {"step": self._step_view(i), **state[i]} for i in sorted(state)}
 
     def _step_view(self, index: int) -> torch.Tensor:
         """In a storage of its own, so that pickling one parameter's does not write all."""
@@ -292,16 +296,28 @@ class Holdings:
         """Whether `visible_state` is all there is, in the formats of state dicts."""
         return all(flat.is_plain for flat in self._flats)
 
-    def full_state(self, *, keep: bool = True) -> checkpoint.FullState:
+    def full_state(self, *, keep: bool = True, cpu: bool = True) -> checkpoint.State:
         """Copies of all parameters' moments and masters, whole, unless this rank is not to keep
         them. Collective in sharded mode."""
         if self.holds_shards:
             self._settle()
-        return checkpoint.full_state(self._flats, self.params, self.comm, keep=keep)
+        return checkpoint.full_state(self._flats, self.params, self.comm, keep=keep, cpu=cpu)
 
-    def _warn_of_unused(self, masters: Mapping[int, torch.Tensor]) -> None:
+    def sharded_state(self) -> dict[int, dict[str, ShardedState]]:
+        """Moments and masters of which this rank has a part, without communication."""
+        return checkpoint.sharded_state(self._flats, self.params)
+
+    def owned_ranges(self) -> list[list[tuple[int, int]]]:
+        """Starts and lengths of what this rank owns of each parameter, in its own numbers."""
+        owned = {}
+        for flat in self._flats:
+            for index, pieces in flat.pieces.items():
+                owned[index] = [checkpoint.in_numbers(p, self.params[index]) for p in pieces]
+        return [owned.get(index, []) for index in range(len(self.params))]
+
+    def _warn_of_unused(self, masters: set[int]) -> None:
         kept = [flat for flat in self._flats if flat.masters is not None]
-        unused = sorted(masters.keys() - {s.param for flat in kept for s in flat.layout.slots})
+        unused = sorted(masters - {s.param for flat in kept for s in flat.layout.slots})
         if unused:
             warnings.warn(
                 f"state_dict: has master weights of {len(unused)} parameters (first: "
@@ -310,18 +326,16 @@ class Holdings:
                 stacklevel=2,
             )
 
-    def load(
-        self, state: Mapping[int, Mapping[str, Any]], masters: Mapping[int, torch.Tensor]
-    ) -> None:
-        """Replace steps and moments by ``state``, and by zero where it has nothing; masters by
-        ``masters``, and by the parameters themselves. Collective."""
+    def load(self, state: Mapping[int, Mapping[str, Any]]) -> None:
+        """Replace steps, moments and masters by ``state``; where it has nothing by zero, masters by
+        the parameters themselves. Collective."""
         self._settle()
         self._adopt_later(sorted(state))
         for flat in self._flats:
             if any("max_exp_avg_sq" in state.get(s.param, {}) for s in flat.layout.slots):
                 flat.ensure_max_exp_avg_sq()
             checkpoint.store_moments(flat, self.params, state)
-            checkpoint.store_masters(flat, self.params, masters)
-        self._warn_of_unused(masters)
+            checkpoint.store_masters(flat, self.params, state)
+        self._warn_of_unused({i for i, values in state.items() if checkpoint.MASTERS in values})
         steps = [int(state[i]["step"]) if i in state else 0 for i in range(len(self.params))]
         self.set_steps(integers(steps))

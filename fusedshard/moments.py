@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,10 @@ from fusedshard.precision import (
     same_bits,
     split_master,
 )
+
+# How many elements are converted at a time, whole blocks: so few that it takes little memory, and
+# stays in a processor's caches; more on devices, where each call costs as much as many elements.
+STRIDE, DEVICE_STRIDE = 64 * CODE_BLOCK, 8192 * CODE_BLOCK
 
 # Zeroed flat memory: elements, dtype.
 Allocate = Callable[[int, torch.dtype], torch.Tensor]
@@ -58,6 +62,11 @@ class Piece(NamedTuple):
     flat_start: int
     length: int
 
+    def part(self, first: int, count: int) -> Piece:
+        """``count`` of its reals, from ``first`` on."""
+        param, owned, flat = self.param_start, self.owned_start, self.flat_start
+        return Piece(param + first, owned + first, flat + first, count)
+
 
 class Moment:
     """One of Adam's moments, 1-D.
@@ -80,12 +89,26 @@ class Moment:
         """A stretch of values and exponents; with codes, of whole blocks but at the end."""
         return _stretch(self.values, self.exponents, start, length)
 
-    def read(self, start: int, length: int) -> torch.Tensor:
-        """A stretch as fp32 or fp64 numbers."""
-        values, exponents = self.arrays(start, length)
-        if exponents is not None:
-            return decode(values, exponents, signed=self._signed)
-        return values.to(torch.float32) if values.dtype == torch.bfloat16 else values
+    def read_to(self, start: int, out: torch.Tensor) -> None:
+        """Write a stretch as fp32 or fp64 numbers to ``out``, 1-D."""
+        for first, count in _strides(out):
+            values, exponents = self.arrays(start + first, count)
+            if exponents is not None:
+                values = decode(values, exponents, signed=self._signed)
+            out.narrow(0, first, count).copy_(values)
+
+    def stored(self, start: int, length: int) -> torch.Tensor:
+        """A stretch as state dicts of shards have it: the memory itself, but of codes a copy,
+        fp32."""
+        if self.exponents is None:
+            return self.values.narrow(0, start, length)
+        numbers = self.values.new_empty(length, dtype=torch.float32)
+        self.read_to(start, numbers)
+        return numbers
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        return self.values.dtype if self.exponents is None else torch.float32
 
     def write(self, start: int, numbers: torch.Tensor) -> None:
         """Overwrite a stretch, rounding to the nearest."""
@@ -133,6 +156,16 @@ class Masters:
 
     def read(self, piece: Piece) -> torch.Tensor:
         """A copy, fp32."""
+        whole = self.values.new_empty(piece.length, dtype=torch.float32)
+        self.read_to(piece, whole)
+        return whole
+
+    def read_to(self, piece: Piece, out: torch.Tensor) -> None:
+        """Write a copy to ``out``, 1-D."""
+        for first, count in _strides(out):
+            out.narrow(0, first, count).copy_(self._read(piece.part(first, count)))
+
+    def _read(self, piece: Piece) -> torch.Tensor:
         param = self._params.narrow(0, piece.flat_start, piece.length)
         kept, checks = self.arrays(piece.owned_start, piece.length)
         if checks is None:
@@ -169,3 +202,10 @@ def _stretch(
         return values.narrow(0, start, length), None
     first, count = start // CODE_BLOCK, _blocks(length)
     return values.narrow(0, start, length), of_blocks.narrow(0, first, count)
+
+
+def _strides(out: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Starts and lengths of what is converted at a time."""
+    stride = STRIDE if out.device.type == "cpu" else DEVICE_STRIDE
+    for first in range(0, len(out), stride):
+        yield first, min(stride, len(out) - first)

@@ -166,6 +166,7 @@ class Adam(AveragingOptimizer):
         except Exception:  # whatever it was, the group must be on no rank
             del self.param_groups[before:]
             raise
+        self._consolidated = None
         with torch.inference_mode(False):
             self._engine.admit(self.param_groups)
         known = [i for i, param in enumerate(self._engine.params) if param in self.state]
@@ -222,6 +223,7 @@ class Adam(AveragingOptimizer):
         audits = self._watch.is_due(self._built)
         if audits and self._options.grad_sync == "external":
             self._watch.check_gradients(self._built, parameter_names(self.param_groups))
+        self._consolidated = None
         used = self._built.update(groups, found_inf)
         self._show_state(index for index, is_used in enumerate(used) if is_used)
         if audits:

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from fusedshard import checkpoint
+from fusedshard import checkpoint, state_checks
 from fusedshard.auditing.watch import Watch
 from fusedshard.comm import Communicator, describe_error, raise_shared
 from fusedshard.engine import Engine
@@ -20,7 +20,7 @@ from fusedshard.options import ParallelOptions, check_groups
 from fusedshard.stats import Stats
 
 # What the engine has of a parameter's state.
-ARRAYS = ("step", *checkpoint.MOMENTS, *checkpoint.EXPONENTS)
+ARRAYS = ("step", *checkpoint.MOMENTS, *checkpoint.EXPONENTS, checkpoint.MASTERS)
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -36,6 +36,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._watch = Watch(options.audit_every)
         self._scaler_agrees = self._warned_of_scaler = False
         self._loading: dict[str, Any] | None = None  # the state dict, until it is loaded
+        self._consolidated: dict[str, Any] | None = None
 
     @property
     def _built(self) -> Engine:
@@ -72,44 +73,74 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._show_state([numbers[key] for key in self.state if key in numbers], renew=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, without communication, where this rank has all of the state: in replicated
-        mode and at world size 1. Where moments are not fp32 (fp64), or there are master weights,
-        it holds copies, as `full_state_dict` does.
+        """As torch's, without communication, so that any rank may call it by itself.
 
-        Raises:
-            RuntimeError: in sharded mode, where this rank has only a part of it.
+        In replicated mode and at world size 1 it holds plain tensors; where moments are not fp32
+        (fp64), or there are master weights, these are copies, as `full_state_dict` makes them. In
+        sharded mode moments and master weights are `ShardedState` tensors, which
+        torch.distributed.checkpoint saves and loads, and nothing else does: to save one file call
+        `full_state_dict` on every rank. After `consolidate_state_dict`, until the state changes,
+        it is the full one on the rank that has it.
         """
+        if self._consolidated is not None:
+            return dict(checkpoint.in_new_containers(self._consolidated))
         if self._built.holds_shards:
-            raise RuntimeError(
-                "state_dict: this rank holds only its shard of the state: call full_state_dict() "
-                "on every rank"
-            )
+            shards = self._built.sharded_state()
+            return self._packed(lambda packed: checkpoint.show_shards(packed, shards))
         return super().state_dict() if self._built.is_plain else self._packed_full()
 
-    def full_state_dict(self, rank0_only: bool = False) -> dict[str, Any]:
+    def full_state_dict(self, rank0_only: bool = False, cpu: bool = True) -> dict[str, Any]:
         """The whole state as plain tensors in torch.optim.Adam's format: fp32 for bf16 and fp16
-        parameters, too, whatever ``state_dtype``. Beside it, where there are master weights, the
-        key ``"master_weights"``: each one, fp32, by the parameter's number.
+        parameters, too, whatever ``state_dtype``; with ``"master_weights"``, fp32, beside the
+        moments of each parameter that has any.
 
-        Collective over the process group. The tensors are copies in host memory: 8 bytes a
-        parameter (12 with master weights), and while they are gathered one flat buffer more on the
-        device.
+        Collective over the process group. The tensors are copies: 8 bytes a parameter (12 with
+        master weights), and while they are gathered one bucket more.
 
         Args:
             rank0_only: only the group's first rank keeps the state; the others return ``{}``.
+            cpu: whether the copies are in host memory, or where the parameters are.
         """
-        return self._packed_full(keep=not rank0_only or self._built.comm.rank == 0)
+        keep = not rank0_only or self._built.comm.rank == 0
+        return self._packed_full(keep=keep, cpu=cpu)
 
-    def _packed_full(self, *, keep: bool = True) -> dict[str, Any]:
-        full = self._built.full_state(keep=keep)
-        if not keep:
-            return {}
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Make the next `state_dict` on one rank the full one, by the name that
+        ZeroRedundancyOptimizer has for it. Collective over the process group.
 
-        def fill_in(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
-            checkpoint.fill_in(packed, full)
+        It is kept there until the state changes: by `step`, `load_state_dict`, or
+        `add_param_group`. Where this rank has all of the state, there is nothing to do.
+
+        Args:
+            to: the rank, counted in the process group.
+
+        Raises:
+            ValueError: on every rank, there is no such rank, or the ranks name different ones.
+        """
+        comm, error = self._built.comm, None
+        if not (isinstance(to, int) and 0 <= to < comm.world_size):
+            error = ValueError(f"to: got {to!r}, wanted a rank from 0 to {comm.world_size - 1}")
+        answers = comm.gather_objects((describe_error(error), repr(to)))
+        raise_shared(error, [failure for failure, _ in answers])
+        named = sorted({name for _, name in answers})
+        if len(named) > 1:
+            raise ValueError(f"to: the ranks name different ones: {', '.join(named)}")
+        if self._built.holds_shards:
+            self._consolidated = None
+            self._consolidated = self._packed_full(keep=comm.rank == to) or None
+
+    def _packed_full(self, *, keep: bool = True, cpu: bool = True) -> dict[str, Any]:
+        full = self._built.full_state(keep=keep, cpu=cpu)
+        return self._packed(lambda packed: checkpoint.fill_in(packed, full)) if keep else {}
+
+    def _packed(self, fill: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """What torch packs, and then ``fill`` completes."""
+
+        def complete(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> None:
+            fill(packed)
 
         # The first hook after torch has packed it: the user's own see the whole state.
-        handle = self.register_state_dict_post_hook(fill_in, prepend=True)
+        handle = self.register_state_dict_post_hook(complete, prepend=True)
         try:
             return super().state_dict()
         finally:
@@ -117,7 +148,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `full_state_dict` or torch.optim.Adam(W)'s ``state_dict`` gave, at any world
-        size. Collective: every rank brings the same dict, which is not changed and not kept.
+        size: every rank brings the same dict. Or this optimizer's own `state_dict`, into which
+        torch.distributed.checkpoint has loaded. Collective; the dict is not changed and not kept.
 
         Parameters without an entry start afresh at their first gradient.
 
@@ -128,11 +160,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         agreed = False
 
-        def check(optimizer: torch.optim.Optimizer, mended: dict[str, Any]) -> None:
+        def check(optimizer: torch.optim.Optimizer, mended: dict[str, Any]) -> dict[str, Any]:
             nonlocal agreed
             agreed = True
             self._agree_on_state_dict(mended)
             self._loading = mended
+            return checkpoint.without_arrays(mended)
 
         # Registered now, it runs after all hooks of the user's, which may mend the dict.
         handle = self.register_load_state_dict_pre_hook(check)
@@ -153,8 +186,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         content = ""
         try:
             if state_dict is not None:
-                checkpoint.check_fits(state_dict, self.param_groups)
-                content = checkpoint.describe_content(state_dict)
+                state_checks.check_fits(state_dict, self.param_groups, self._built.owned_ranges())
+                content = state_checks.describe_content(state_dict)
         except Exception as caught:  # as in the constructor
             error = caught
         answers = self._built.comm.gather_objects((describe_error(error), content))
@@ -173,26 +206,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 group.setdefault(key, value)
             if self.defaults["decoupled_weight_decay"]:
                 group["decoupled_weight_decay"] = True
-        saved, masters = state["state"], {}
+        saved = state["state"]
         keys: Iterable[Any] = self._built.params
         if self._loading is not None:
-            # As they were saved: torch has cast the moments to the parameters' dtype.
-            saved, masters = self._loading["state"], self._loading.get(checkpoint.MASTERS, {})
+            saved = self._loading["state"]
             keys = [key for group in self._loading["param_groups"] for key in group["params"]]
-        numbered = dict(enumerate(keys))
-        self._load(
-            self._built,
-            {index: saved.get(key) for index, key in numbered.items()},
-            {index: masters[key] for index, key in numbered.items() if key in masters},
-        )
+        self._load(self._built, {index: saved.get(key) for index, key in enumerate(keys)})
         self._show_saved(state["state"])
 
-    def _load(
-        self, engine: Engine, state: Mapping[int, Any], masters: Mapping[int, torch.Tensor]
-    ) -> None:
+    def _load(self, engine: Engine, state: Mapping[int, Any]) -> None:
         loaded = {index: values for index, values in state.items() if values}
+        self._consolidated = None
         with torch.inference_mode(False):
-            engine.load(loaded, masters)
+            engine.load(loaded)
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle, on one rank: what torch pickles, and the options without process group.
@@ -209,17 +235,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         pickled = {**super().__getstate__(), "options": options}
         if self._built.is_plain:
             return pickled
-        moments, masters = self._built.full_state()
+        full = self._built.full_state()
         numbers: dict[Any, int] = {p: index for index, p in enumerate(self._built.params)}
         pickled["state"] = {
-            key: {
-                name: moments.get(numbers.get(key, -1), {}).get(name, value)
-                for name, value in state.items()
-                if name not in checkpoint.EXPONENTS
-            }
+            key: checkpoint.filled(state, full.get(numbers.get(key, -1), {}))
             for key, state in self.state.items()
         }
-        return {**pickled, checkpoint.MASTERS: masters}
+        return pickled
 
     def _unpickle(self, pickled: dict[str, Any]) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -233,7 +255,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.inference_mode(False):
             engine.admit(self.param_groups)
         state = {i: pickled["state"].get(param) for i, param in enumerate(engine.params)}
-        self._load(engine, state, pickled.get(checkpoint.MASTERS, {}))
+        self._load(engine, state)
         self._engine = engine
         self._show_saved(pickled["state"])
 

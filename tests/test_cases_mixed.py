@@ -36,8 +36,11 @@ def on_ranks(ranks: RankPool, world_size: int, job: Any, *args: Any) -> Any:
 
 
 def full(optimizer: Any) -> tuple[dict[int, Any], dict[int, torch.Tensor]]:
-    state = optimizer.full_state_dict()
-    return state["state"], state.get("master_weights", {})
+    states = optimizer.full_state_dict()["state"]
+    masters = {
+        i: state.pop("master_weights") for i, state in states.items() if "master_weights" in state
+    }
+    return states, masters
 
 
 @each_kind_and_mode

@@ -98,6 +98,7 @@ def test_public_names() -> None:
         "AuditReport",
         "DivergenceError",
         "GradScaler",
+        "ShardedState",
         "audit",
     ]
     assert fusedshard.__version__.count(".") == 2

@@ -260,13 +260,12 @@ def local_states(optimizer: torch.optim.Optimizer) -> list[dict[str, Tensor]]:
 
 def flat_state(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """Of a state dict, by name: moments, step counts and, where there are, master weights."""
+    states = [saved["state"][index] for index in sorted(saved["state"])]
     by_name = {
-        name: [saved["state"][index][name] for index in sorted(saved["state"])]
-        for name in (*MOMENTS, "step")
+        name: [state[name] for state in states if name in state]
+        for name in (*MOMENTS, MASTERS, "step")
     }
-    if MASTERS in saved:
-        by_name[MASTERS] = [saved[MASTERS][index] for index in sorted(saved[MASTERS])]
-    return {name: flat(tensors) for name, tensors in by_name.items()}
+    return {name: flat(tensors) for name, tensors in by_name.items() if tensors}
 
 
 def record_state(

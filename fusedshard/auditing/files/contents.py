@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from fusedshard.auditing.inventory import leaves
-from fusedshard.checkpoint import MASTERS
 
 Key = int | str  # of a parameter in an optimizer's state dict: its number, or its name
 
@@ -129,8 +128,6 @@ def _optimizer(saved: Mapping[str, Any]) -> SavedOptimizer:
         for key, parts in saved["state"].items()
         if isinstance(parts, Mapping)
     }
-    for key, master in saved.get(MASTERS, {}).items():
-        state.setdefault(_key(key), {})[MASTERS] = master
     named = {key: names.get(key, key) for key in [*itertools.chain(*groups), *state]}
     texts = {key: name for key, name in named.items() if isinstance(name, str)}
     renamed = {key: _bare(name, texts.values()) for key, name in texts.items()}
