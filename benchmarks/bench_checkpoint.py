@@ -41,7 +41,6 @@ from runner import TextRunner, publish, rank_count
 from step_variants import SHARDED
 
 import fusedshard
-from fusedshard.demo.model import load_corpus, standard_library
 
 
 class Files:
@@ -74,8 +73,7 @@ class Files:
 def measure(args: argparse.Namespace, folder: Path) -> None:
     """Save and load on the ranks of the default group; its first rank reports. Collective."""
     torch.set_num_threads(args.threads)
-    text = load_corpus(standard_library())
-    runners = {name: TextRunner(build, text, args) for name, build in JOBS.items()}
+    runners = {name: TextRunner(build, args) for name, build in JOBS.items()}
     for runner in runners.values():
         runner.step()
     files = Files(folder)

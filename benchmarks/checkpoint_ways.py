@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from runner import TextRunner
-from step_variants import BUILDERS, FSDP, SHARDED, Build, Built, ours
+from step_variants import FSDP, HYPERPARAMETERS, SHARDED, Build, Built, builders, ours
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -31,7 +31,8 @@ def _mixed(model: nn.Module) -> Built:
     return ours(model.bfloat16(), mode="sharded", state_dtype=torch.uint8)
 
 
-JOBS: dict[str, Build] = {SHARDED: BUILDERS[SHARDED], MIXED: _mixed, FSDP: BUILDERS[FSDP]}
+_BUILDERS = builders(HYPERPARAMETERS["lr"])
+JOBS: dict[str, Build] = {SHARDED: _BUILDERS[SHARDED], MIXED: _mixed, FSDP: _BUILDERS[FSDP]}
 
 Act = Callable[[TextRunner, Path], None]
 
