@@ -118,7 +118,7 @@ def report(
         Panel(f"audit_every={EVERY}", percent, "% of a step", 1.0),
         Panel("one audit()", ms, "ms"),
     ]
-    publish(found, bars, console, args, panels)
+    publish(found, bars, console, args, (f"What audits cost: {job}", panels))
 
 
 def parse() -> argparse.Namespace:

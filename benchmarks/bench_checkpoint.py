@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from charts import Panel, save_bars, spreads_of
+from charts import Panel, spreads_of
 from checkpoint_ways import JOBS, MIXED, PIECES, WAYS, full_state
 from harness import (
     Samples,
@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
 
 def seconds(
     runners: Mapping[str, TextRunner], files: Files, args: argparse.Namespace
-) -> tuple[Samples, float]:
+) -> tuple[Samples, float | None]:
     """Seconds of each act for the slowest rank. Collective."""
 
     def timed(act: Callable[..., None], name: str) -> float:
@@ -234,9 +234,8 @@ def report(found: dict[str, Any], args: argparse.Namespace) -> None:
         f"interleaved rounds, {busy(found['other_cores'])}"
     )
     console.print(ways_table(found["results"]), full_table(found["full_state_dict"]))
-    publish(found, bars(found), console, args)
-    name = f"checkpoint_{rank_count(found)}".replace(" ", "_")
-    save_bars(args.out, name, "Saving and loading the optimizer's state", panels(found), console)
+    title = "Saving and loading the optimizer's state"
+    publish(found, bars(found), console, args, (title, panels(found)))
 
 
 def panels(found: Mapping[str, Any]) -> list[Panel]:

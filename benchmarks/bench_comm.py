@@ -31,7 +31,7 @@ from harness import (
     start_round,
 )
 from load import median_other_cores
-from record import add_common_options, busy, header, open_console, write
+from record import add_common_options, busy, folder_of, header, open_console, write
 from rich.console import Console
 from rich.table import Table
 
@@ -160,9 +160,9 @@ def publish(report: dict[str, Any], args: argparse.Namespace, console: Console) 
             table.add_row(row["name"], times, Spread(**row["against_all_reduce"]).text())
         console.print(table)
     name = f"comm_{ranks}_ranks"
-    write(report, args.out, name, console)
+    write(report, folder_of(args), name, console)
     title = f"One bucket over gloo, {ranks} ranks"
-    save_bars(args.out, name, title, panels(report), console)
+    save_bars(report, folder_of(args), name, title, panels(report), console)
 
 
 def panels(report: dict[str, Any]) -> list[Panel]:

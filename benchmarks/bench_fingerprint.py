@@ -22,7 +22,7 @@ from charts import Panel, save_bars, spreads_of
 from fingerprint_fuzz import COPIES, SMALL_CASES, Case, Tally, fuzz
 from harness import Spread, Timing, interleave, ratio, rows_beside, threads
 from load import median_other_cores, wait_for_idle
-from record import Bar, add_common_options, bars_table, busy, header, open_console, write
+from record import Bar, add_common_options, bars_table, busy, folder_of, header, open_console, write
 from rich.console import Console
 from rich.table import Table
 
@@ -192,9 +192,9 @@ def main() -> None:
         console.print(results_table(result))
     print_fuzz(found, console)
     console.print(bars_table(found_bars, quick=args.quick))
-    write(report, args.out, "fingerprint", console)
+    write(report, folder_of(args), "fingerprint", console)
     title = f"Fingerprints of {args.elements} fp32 elements"
-    save_bars(args.out, "fingerprint", title, panels(report), console)
+    save_bars(report, folder_of(args), "fingerprint", title, panels(report), console)
     wrong = sum(row["wrong"] for row in found)
     sys.exit(f"{wrong} changes were not told rightly" if wrong else 0)
 

@@ -29,7 +29,17 @@ from kernel_contenders import DEEPSPEED, FOREACH, SMALL_TENSORS, TORCH
 from kernel_measure import READ_FLOOR, ROOFLINE, Plan, distances, fits, measure_size
 from kernel_small import OURS, measure_small
 from load import wait_for_idle
-from record import Bar, add_common_options, bars_table, busy, header, machine, open_console, write
+from record import (
+    Bar,
+    add_common_options,
+    bars_table,
+    busy,
+    folder_of,
+    header,
+    machine,
+    open_console,
+    write,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -93,7 +103,8 @@ def sizes_table(results: Sequence[dict[str, Any]], differences: dict[str, float]
             *("" if row is None else _bandwidth_text(row) for row in known),
             f"{differences[name]:.1e}" if name in differences else "",
         )
-    idle = (f"{result['other_cores']:.2f}" for result in results)
+    cores = (result["other_cores"] for result in results)
+    idle = ("" if busy is None else f"{busy:.2f}" for busy in cores)
     table.add_row("others' busy cores", "", *idle, "", style="dim")
     return table
 
@@ -161,6 +172,8 @@ def parse() -> argparse.Namespace:
     )
     add_common_options(parser)
     args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device: got cuda, which torch does not find here, wanted cpu")
     if "all" in args.isa:
         args.isa = variants[::-1]
     if args.device == "cuda":
@@ -241,8 +254,8 @@ def main() -> None:
     measured, bars = measure(plan_of(args), args, console)
     report = header("kernel", args) | measured
     print_report(report, bars, console)
-    write(report, args.out, "kernel", console)
-    draw(report, args.out, console)
+    write(report, folder_of(args), "kernel", console)
+    draw(report, folder_of(args), console)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import torch
 from charts import Panel, save_bars, spreads_of
 from harness import Samples, Spread, Timing, interleave, ratio, threads
 from load import median_other_cores, wait_for_idle
-from record import Bar, add_common_options, bars_table, busy, header, open_console, write
+from record import Bar, add_common_options, bars_table, busy, folder_of, header, open_console, write
 from rich.table import Table
 from torch.nn import Parameter
 
@@ -208,11 +208,11 @@ def main() -> None:
     if TORCHAO not in timing.samples:
         console.print("torchao is not installed: 8-bit moments stand alone")
     console.print(bars_table(found_bars, quick=args.quick))
-    write(report, args.out, "mixed", console)
+    write(report, folder_of(args), "mixed", console)
     title = f"A step of {args.elements} bf16 elements, {args.threads} threads"
     speeds = spreads_of(report["results"], "speed_against_torch")
     panel = Panel("speed", speeds, f"as a multiple of that of {TORCH}", 1.0)
-    save_bars(args.out, "mixed", title, [panel], console)
+    save_bars(report, folder_of(args), "mixed", title, [panel], console)
 
 
 if __name__ == "__main__":

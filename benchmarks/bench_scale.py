@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from charts import COLOURS, new_figure, save_figure
 from harness import Spread, progress_bar
-from record import Bar, add_run_options, bars_table, header, open_console, write
+from record import Bar, add_run_options, bars_table, folder_of, header, open_console, write
 from rich.console import Console
 from rich.table import Table
 from scale_dry_run import AddressSpace, dry_rank
@@ -175,7 +175,8 @@ def measure(shapes: Shapes, dtype: torch.dtype, ranks: int, repeats: int) -> dic
         bare = samples.pop("bare backward")
         steps = [job.step() for _ in range(repeats + 1)][1:]
         row = description(job.optimizer, shapes)
-    hooks = [step.pop("backward") - alone for step, alone in zip(steps, bare, strict=True)]
+    # Where all of it is shorter than backward's own jitter, nothing is left.
+    hooks = [max(0.0, s.pop("backward") - alone) for s, alone in zip(steps, bare, strict=True)]
     phases = {name: [step[name] for step in steps] for name in steps[0]} | {"hooks": hooks}
     samples["step"] = [sum(values) for values in zip(*phases.values(), strict=True)]
     return {
@@ -289,7 +290,7 @@ def draw(found: Mapping[str, Any], args: argparse.Namespace, console: Console) -
         axes.set_title(title)
     axes.set_yscale("symlog", linthresh=0.01)  # some waste nothing
     axes.legend(fontsize=8)
-    save_figure(figure, args.out, "scale", console)
+    save_figure(figure, found, folder_of(args), "scale", console)
 
 
 def draw_curves(
@@ -344,7 +345,7 @@ def main() -> None:
     bars = bars_of(rows, next(iter(models(quick=args.quick))), judged)
     found["bars"] = [bar.as_json() for bar in bars]
     console.print(bars_table(bars, quick=args.quick))
-    write(found, args.out, "scale", console)
+    write(found, folder_of(args), "scale", console)
     draw(found, args, console)
 
 

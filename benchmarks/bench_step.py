@@ -66,6 +66,10 @@ def parse() -> argparse.Namespace:
     )
     add_common_options(parser)
     args = parser.parse_args()
+    if args.ranks and dist.is_torchelastic_launched():
+        parser.error("--ranks: torchrun has started the ranks already")
+    if args.ranks and min(args.ranks) < 1:
+        parser.error(f"--ranks: got {min(args.ranks)}, wanted at least 1")
     args.ranks = args.ranks or ([2] if args.quick else [1, 2, 4])
     return args
 

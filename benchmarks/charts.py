@@ -31,8 +31,14 @@ def new_figure(title: str, width: float = 12, height: float = 6) -> Figure:
     return figure
 
 
-def save_figure(figure: Figure, folder: Path, name: str, console: Console) -> None:
-    """Write NAME.png, and say where."""
+def save_figure(
+    figure: Figure, report: Mapping[str, Any], folder: Path, name: str, console: Console
+) -> None:
+    """Write NAME.png, which says below what it was made from, and say where."""
+    machine, quick = report["machine"], report["settings"]["quick"]
+    source = f"{report['date'][:10]}, commit {(report['commit'] or 'unknown')[:10]}"
+    doubt = "; a --quick run, whose figures mean nothing" if quick else ""
+    figure.supxlabel(f"{source}, {machine['cores']} cores of {machine['cpu']}{doubt}", fontsize=8)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     figure.savefig(path)
@@ -64,15 +70,17 @@ def draw_bars(
     for place, median in zip(places, medians, strict=True):
         axes.annotate(
             f"{median:.3g}",
-            (0, place),
+            (min(0.0, median), place),
             xytext=(3, 0),
             textcoords="offset points",
             verticalalignment="center",
             fontsize=8,
+            bbox={"boxstyle": "square,pad=0.1", "color": "white", "alpha": 0.7},
+            zorder=3,
         )
     axes.set_yticks(places, names, fontsize=8)
     axes.invert_yaxis()
-    axes.set_xlabel(label)
+    axes.set_xlabel(label if reference is None else f"{label} (dotted: {reference:g})")
     if reference is not None:
         axes.axvline(reference, color="black", linestyle=":", linewidth=1)
 
@@ -87,7 +95,12 @@ class Panel(NamedTuple):
 
 
 def save_bars(
-    folder: Path, name: str, title: str, panels: Sequence[Panel], console: Console
+    report: Mapping[str, Any],
+    folder: Path,
+    name: str,
+    title: str,
+    panels: Sequence[Panel],
+    console: Console,
 ) -> None:
     """Write NAME.png: one panel below the other, each as high as its bars need."""
     bars = [len(panel.spreads) + 2 for panel in panels]
@@ -96,7 +109,7 @@ def save_bars(
     for axes, panel in zip(columns[:, 0], panels, strict=True):
         draw_bars(axes, panel.spreads, panel.label, panel.reference)
         axes.set_title(panel.title, fontsize=10)
-    save_figure(figure, folder, name, console)
+    save_figure(figure, report, folder, name, console)
 
 
 def spreads_of(rows: Sequence[Mapping[str, Any]], key: str) -> dict[str, Spread]:

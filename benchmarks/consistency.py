@@ -26,7 +26,7 @@ from consistency_jobs import AUDITED_JOBS, ORDER_JOBS, RANK_JOBS, TWO_RANK_JOBS,
 from consistency_plot import plot
 from consistency_train import train_all
 from harness import run_ranks
-from record import add_run_options, header, open_console, write
+from record import add_run_options, folder_of, header, open_console, write
 from rich.console import Console
 from rich.table import Table
 
@@ -128,8 +128,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def path_of(args: argparse.Namespace) -> Path:
-    folder: Path = args.out
-    return folder / "consistency.json"
+    return folder_of(args) / "consistency.json"
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -147,8 +146,8 @@ def main() -> None:
     report["verdicts"] = [asdict(claim) for claim in claims]
     console = open_console()
     show(report, console)
-    write(report, args.out, "consistency", console, indent=None)
-    plot(report, args.out / "consistency.png")
+    write(report, folder_of(args), "consistency", console, indent=None)
+    plot(report, folder_of(args) / "consistency.png")
     sys.exit(0 if all(claim.ok for claim in claims) else 1)
 
 

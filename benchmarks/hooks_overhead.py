@@ -181,7 +181,13 @@ def report(found: dict[str, Any], outcome: Outcome, args: argparse.Namespace) ->
     label = f"overhead / that of {DDP_FOREACH}"
     beyond = spreads_of(found["results"], "overhead_against_ddp_foreach")
     panels = [Panel("backward, step and zero_grad of tiny parameters", beyond, label, 1.0)]
-    publish(found, bars(net, found["settings"]["ranks"]), console, args, panels)
+    publish(
+        found,
+        bars(net, found["settings"]["ranks"]),
+        console,
+        args,
+        ("Many tiny parameters", panels),
+    )
 
 
 def bars(net: Samples, ranks: int) -> list[Bar]:

@@ -79,8 +79,8 @@ def draw(report: dict[str, Any], folder: Path, console: Console) -> None:
         last = results[-1]
         rows = [row for row in last["rows"] if row["name"] != "read floor"]
         draw_bars(formats, spreads_of(rows, "share_of_roofline"), "share of the roofline's GB/s", 1)
-        formats.set_title(f"{size_text(last['elements'])} elements")
+        formats.set_title(f"{size_text(last['elements'])} elements, threads: {count}")
         speeds = spreads_of(tensors["rows"], "speed_against_torch_foreach")
         draw_bars(small, speeds, "speed against torch foreach", 1)
-        small.set_title(f"step of {tensors['tensors']:,} small tensors")
-    save_figure(figure, folder, "kernel", console)
+        small.set_title(f"step of {tensors['tensors']:,} small tensors, threads: {count}")
+    save_figure(figure, report, folder, "kernel", console)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TICKS_A_SECOND = os.sysconf("SC_CLK_TCK")
+SHORTEST = 10 / TICKS_A_SECOND  # seconds of which their use can be told
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,12 @@ def other_cores(ranks: Sequence[Stretch]) -> float:
     return max(0.0, others / (end.wall - start.wall))
 
 
-def median_other_cores(ranks: Sequence[Sequence[Stretch]]) -> float:
-    """The median over rounds, given the rounds of every rank."""
+def median_other_cores(ranks: Sequence[Sequence[Stretch]]) -> float | None:
+    """The median over rounds, given the rounds of every rank; None where rounds are so short that
+    the processors' clocks, which tick a hundred times a second, cannot tell."""
+    lengths = [end.wall - start.wall for start, end in ranks[0]]
+    if statistics.median(lengths) < SHORTEST:
+        return None
     return statistics.median(other_cores(stretches) for stretches in zip(*ranks, strict=True))
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,6 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+QUICK_RESULTS = HERE / "quick-results"  # which git ignores
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,11 @@ def bars_table(bars: Sequence[Bar], *, quick: bool) -> Table:
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Of every benchmark."""
     parser.add_argument("--quick", action="store_true", help="small, only to see that it runs")
-    parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of the JSON")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help=f"folder of the JSON and PNG (default: {RESULTS}, with --quick {QUICK_RESULTS})",
+    )
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +86,12 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def folder_of(args: argparse.Namespace) -> Path:
+    """Where the report goes."""
+    chosen: Path | None = args.out
+    return chosen or (QUICK_RESULTS if args.quick else RESULTS)
+
+
 def header(benchmark: str, args: argparse.Namespace) -> dict[str, Any]:
     """What every report begins with."""
     return {
@@ -93,7 +104,9 @@ def header(benchmark: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def busy(other_cores: float) -> str:
+def busy(other_cores: float | None) -> str:
+    if other_cores is None:
+        return "too short to tell how many cores others kept busy"
     return f"others kept {other_cores:.2f} cores busy"
 
 
@@ -136,8 +149,8 @@ def git_commit() -> str | None:
 
 
 def open_console() -> Console:
-    """Of the terminal's width, and wide enough for the tables where there is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 160)
+    """Wide enough for the tables: a narrower terminal breaks their lines, and cuts no number."""
+    return Console(width=max(Console().width, 160))
 
 
 def write(

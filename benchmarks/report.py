@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import report_sections
-from report_tables import MissingReport, Reports
+from report_tables import MissingReport, Report, Reports
 
 HERE = Path(__file__).resolve().parent
 BEGIN = "<!-- performance: written by benchmarks/report.py -->"
@@ -22,10 +22,23 @@ END = "<!-- performance: end -->"
 
 
 def read(folder: Path) -> Reports:
-    """All reports of a folder, by name."""
-    return Reports(
-        (path.stem, json.loads(path.read_text())) for path in sorted(folder.glob("*.json"))
-    )
+    """All reports of a folder, by name.
+
+    Raises:
+        ValueError: a file is no report, or one of a quick run, which means nothing.
+    """
+    return Reports((path.stem, _read(path)) for path in sorted(folder.glob("*.json")))
+
+
+def _read(path: Path) -> Report:
+    try:
+        report: Report = json.loads(path.read_text())
+        quick = report["settings"]["quick"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path}: is no report: {error!r}") from error
+    if quick:
+        raise ValueError(f"{path}: is of a --quick run, whose figures mean nothing")
+    return report
 
 
 def render(reports: Reports) -> str:
@@ -38,7 +51,7 @@ def insert(text: str, section: str) -> str:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"needs the lines {BEGIN} and {END}, in this order")
+        raise ValueError(f"README: wanted the lines {BEGIN} and {END}, in this order")
     return f"{before}{begin}\n\n{section}\n\n{end}{after}"
 
 
@@ -59,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.results}: holds no {missing}.json", file=sys.stderr)
         return 2
     except ValueError as error:
-        print(f"{args.readme}: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
     if args.check and after != before:
         print(f"{args.readme}: not up to date: run {HERE.name}/report.py", file=sys.stderr)

@@ -10,6 +10,7 @@ from report_tables import (
     Report,
     Reports,
     busiest,
+    commit,
     elements,
     median,
     paragraph,
@@ -182,12 +183,13 @@ def scale(reports: Reports) -> str:
 def hooks(reports: Reports) -> str:
     tiny, overlap = reports["hooks_1_rank"], reports["overlap_2_ranks"]
     overhead = median(rows_of(tiny)[OURS], "overhead_against_ddp_foreach")
+    of_two = median(rows_of(reports["hooks_2_ranks"])[OURS], "overhead_against_ddp_foreach")
     row = rows_of(overlap)[OURS]
     return paragraph(
-        f"Hooks in backward (`bench_hooks.py`): for {_tensors(tiny)} tiny parameters on one rank",
-        f"the overhead of backward and step is {overhead} of that of DDP's reducer and",
-        "AdamW(foreach=True). With a GPT on two ranks and a batch for which backward takes as long",
-        f"as the exchange, {row['early_buckets']['median']:.0f} of {row['buckets']} buckets are on",
+        f"Python's share (`bench_hooks.py`): for {_tensors(tiny)} tiny parameters what backward,",
+        f"step and zero_grad take beyond accumulating gradients is {overhead} of the same with DDP",
+        f"and AdamW(foreach=True) on one rank, {of_two} on two. With a GPT on two ranks and larger",
+        f"batches {row['early_buckets']['median']:.0f} of {row['buckets']} buckets are on",
         f"their way before backward ends, {median(row, 'hidden_share')} of the exchange's time is",
         f"hidden, and a step takes {median(row, 'against_exchange_in_step')} of one that",
         f"exchanges at its end ({median(row, 'against_ddp')} of DDP's): where each rank has one",
@@ -265,14 +267,14 @@ def claims(reports: Reports) -> str:
 
 
 def sources(reports: Reports) -> str:
-    columns = ("report", "date", "commit", "cores that others kept busy")
+    columns = ("report", "date", "commit", "cores that others kept busy", "processor")
     return table(columns, _sources(reports))
 
 
 def _sources(reports: Reports) -> Iterator[tuple[str, ...]]:
     for name, report in reports.items():
-        commit = report["commit"] or ""
-        yield f"`{name}`", report["date"][:10], f"`{commit[:10]}`", f"{busiest(report):.2f}"
+        date, cpu = report["date"][:10], report["machine"]["cpu"]
+        yield f"`{name}`", date, f"`{commit(report)}`", busiest(report), cpu
 
 
 SECTIONS: list[Callable[[Reports], str]] = [

@@ -80,14 +80,18 @@ def variants(shown: ByRanks) -> str:
         [
             f"**{name}**" if name == OURS else name,
             megabytes(row["state_bytes"]),
-            megabytes(row["peak_bytes"]),
-            megabytes(row["traffic"]["loopback_bytes"]),
+            _megabytes(row.get("peak_bytes")),
+            _megabytes(row["traffic"]["loopback_bytes"]),
             calls(row["traffic"]["collectives"]),
             *(median(found.get(name), "against_ddp") for found in rows.values()),
         ]
         for name, row in costs.items()
     ]
     return table([*columns, *(plural(ranks, "rank") for ranks in rows)], cells)
+
+
+def _megabytes(nbytes: float | None) -> str:
+    return "" if nbytes is None else megabytes(nbytes)
 
 
 def calls(collectives: Mapping[str, float]) -> str:

@@ -71,11 +71,14 @@ def processor(report: Report) -> str:
     return f"{plural(machine['cores'], 'core')} of {machine['cpu']}, {memory:.0f} GiB of memory"
 
 
-def busiest(report: Report) -> float:
+def busiest(report: Report) -> str:
     """Cores that others kept busy while it was made."""
-    if "other_cores" in report:
-        return float(report["other_cores"])
-    measured = [
-        result["other_cores"] for result in report.get("results", ()) if "other_cores" in result
-    ]
-    return max(measured, default=0.0)
+    measured = [report, *report.get("results", ())]
+    known = [found["other_cores"] for found in measured if found.get("other_cores") is not None]
+    return f"{max(known):.2f}" if known else "not told"
+
+
+def commit(report: Report) -> str:
+    """Abbreviated; with a mark where the sources differed from it."""
+    name, _, dirty = (report["commit"] or "none").partition("-")
+    return f"{name[:10]}-{dirty}" if dirty else name[:10]

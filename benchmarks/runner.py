@@ -15,7 +15,7 @@ import torch.distributed as dist
 from charts import Panel, save_bars
 from harness import Samples, Spread, gather, interleave, ratio, slowest_rank, start_round
 from load import median_other_cores
-from record import Bar, bars_table, busy, header, write
+from record import Bar, bars_table, busy, folder_of, header, write
 from rich.console import Console
 from rich.table import Table
 from step_models import text_batches
@@ -168,7 +168,7 @@ class Outcome(NamedTuple):
 
     samples: Samples
     figures: list[dict[str, dict[str, Any]]]
-    other_cores: float
+    other_cores: float | None
     parameters: int
     steps: int
 
@@ -267,14 +267,15 @@ def publish(
     bars: Sequence[Bar],
     console: Console,
     args: argparse.Namespace,
-    panels: Sequence[Panel] = (),
+    chart: tuple[str, Sequence[Panel]] | None = None,
 ) -> None:
-    """Complete the report with the bars, print those, and write it, with a chart of ``panels``."""
+    """Complete the report with the bars, print those, and write it, with a chart of that title."""
     report["bars"] = [bar.as_json() for bar in bars]
     if bars:
         console.print(bars_table(bars, quick=args.quick))
     name = report_name(report)
-    write(report, args.out, name, console)
-    if panels:
-        title = f"{report['benchmark']}: {rank_count(report)}"
-        save_bars(args.out, name, title, panels, console)
+    write(report, folder_of(args), name, console)
+    if chart is not None:
+        title, panels = chart
+        where = f"{title}, {rank_count(report)}"
+        save_bars(report, folder_of(args), name, where, panels, console)

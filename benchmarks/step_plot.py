@@ -29,7 +29,7 @@ def draw(report: Mapping[str, Any], folder: Path, name: str, console: Console) -
     draw_parts(wire, names, wire_of(results), "MB that a rank sends in a step")
     for axes in (phases, wire):
         axes.set_yticklabels([])
-    save_figure(figure, folder, name, console)
+    save_figure(figure, report, folder, name, console)
 
 
 def phases_of(results: Sequence[Mapping[str, Any]]) -> Parts:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from harness import Samples, Spread, ratio
-from record import Bar, open_console
+from record import Bar, folder_of, open_console
 from rich.table import Table
 from runner import begin_report, compare_losses, heading, phases_table, publish, report_name
 from step_job import Group
@@ -36,7 +36,8 @@ def report(
     console = open_console()
     found = begin_report(f"step_{model}", groups[0].outcome, args)
     found["settings"] |= {"model": model, "device": device}
-    found["other_cores"] = max(group.outcome.other_cores for group in groups)
+    known = [group.outcome.other_cores for group in groups]
+    found["other_cores"] = max((cores for cores in known if cores is not None), default=None)
     found["groups"] = [
         {"variants": list(group.traffic), "reference_samples": group.outcome.samples[DDP]}
         for group in groups
@@ -51,7 +52,7 @@ def report(
         console.print(f"{comparison['name']}: {Spread(**comparison['time']).text()}")
     claims = bars(relative, results, found["settings"]["ranks"]) if model == CLAIMED else []
     publish(found, claims, console, args)
-    draw(found, args.out, report_name(found), console)
+    draw(found, folder_of(args), report_name(found), console)
 
 
 def rows(groups: Sequence[Group], peaks: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:

@@ -108,7 +108,8 @@ def traffic(step: Callable[[], object], device: str) -> dict[str, Any]:
 
     Over gloo on one machine also what went over its loopback meanwhile, for each rank.
     """
-    ranks, counted = dist.get_world_size(), device == "cpu" and on_one_machine()
+    ranks = dist.get_world_size()
+    counted = device == "cpu" and ranks > 1 and on_one_machine()
     dist.barrier()
     before = loopback_bytes() if counted else 0
     dist.barrier()
