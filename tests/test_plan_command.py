@@ -277,6 +277,7 @@ def header_of(length: int, text: bytes) -> bytes:
         ("m.json", None, "No such file"),
         ("m.json", b"{", "cannot be read as JSON"),
         ("m.json", b"\xff\xfe", "cannot be read as JSON"),
+        ("m.pt", b"PK\x03\x04", "got a file of torch.save, wanted JSON or safetensors"),
         ("m.json", b"[" * 100_000, "cannot be read as JSON"),
         ("m.json", b"[1, 2]", "got a list, wanted names with shapes"),
         ("m.json", b"{}", "got 0 parameters, wanted 1 to"),

@@ -33,6 +33,9 @@ VOCABULARY = 50_304
 WIDTH_STEP = 128  # of transformers' widths; they have as many layers as such steps, or nearly
 
 
+_ZIP = b"PK\x03\x04"  # how torch.save's files begin
+
+
 class UnusableModel(ValueError):
     """A file that does not say what a model's parameters are."""
 
@@ -184,6 +187,11 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _json(path: Path, text: bytes) -> dict[str, Any]:
+    if text.startswith(_ZIP):
+        raise UnusableModel(
+            f"{path}: got a file of torch.save, wanted JSON or safetensors: write the shapes with "
+            "json.dump({n: list(p.shape) for n, p in model.named_parameters()}, file)"
+        )
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -35,6 +35,7 @@ LEGEND = (
     "is an fp32 number. Where ranks hold unequal parts, this is the fullest.",
     "FSDP2's buffers are at their peak in backward: the root and the largest block gathered, the "
     "next one arriving, the block's gradients, and another's being scattered.",
+    "fusedshard's buffers are of the size of a bucket (--bucket-cap-mb), whatever the model's.",
     "Not counted: activations, the model's buffers (as of BatchNorm), tables of segments, and what "
     "CUDA, NCCL and the allocator take for themselves.",
 )

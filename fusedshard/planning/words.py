@@ -19,9 +19,9 @@ def show(question: Question, rows: Sequence[Row], notes: Sequence[str], console:
     """Print it."""
     model = question.model
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in model.dtypes)
-    where = f"{question.ranks} rank{'s' if question.ranks > 1 else ''}, {question.backend}"
+    tensors, ranks = _plural(len(model.parameters), "tensor"), _plural(question.ranks, "rank")
     said = [
-        f"{model.numel:,} parameters in {len(model.parameters):,} tensors ({dtypes}) on {where}",
+        f"{model.numel:,} parameters in {tensors} ({dtypes}) on {ranks}, {question.backend}",
         model.origin,
     ]
     _print(console, *said)
@@ -30,6 +30,10 @@ def show(question: Question, rows: Sequence[Row], notes: Sequence[str], console:
         console.print(table)
     console.print()
     _print(console, *notes, *LEGEND, *FORMULAS)
+
+
+def _plural(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _print(console: Console, *paragraphs: str) -> None:
