@@ -95,7 +95,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         moments of each parameter that has any.
 
         Collective over the process group. The tensors are copies: 8 bytes a parameter (12 with
-        master weights), and while they are gathered one bucket more.
+        master weights). Beside them it takes at most one parameter; a bucket where this rank keeps
+        none of them, or keeps them on another device.
 
         Args:
             rank0_only: only the group's first rank keeps the state; the others return ``{}``.

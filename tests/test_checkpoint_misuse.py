@@ -3,7 +3,9 @@ optimizer's state is what it was, to the bit."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import shutil
 import signal
 import warnings
@@ -165,6 +167,28 @@ def _reshape(state: dict[str, Any]) -> None:
 
 def _endless_step(state: dict[str, Any]) -> None:
     state["1.bias"]["step"].fill_(float("inf"))
+
+
+@pytest.mark.parametrize("damage", [name for name in DAMAGES if "metadata" not in name])
+def test_what_was_loaded_in_part_is_refused_by_name(
+    ranks: RankPool, sound: tuple[Path, Any], tmp_path: Path, damage: str
+) -> None:
+    """By a job that goes on with it."""
+    folder = shutil.copytree(sound[0], tmp_path / "checkpoint")
+    DAMAGES[damage][0](folder)
+    for text, before, after in ranks.run(LOADED_ON, _load_in_part, folder):
+        assert re.search(r"parameter \d: exp_avg\w*: \d+ of this rank's elements were not", text)
+        assert_same_bits(before, after)
+
+
+def _load_in_part(rank: Rank, folder: Path) -> Any:
+    trained = Trained(rank, steps=2)
+    before, state_dict = trained.whole(), trained.state_dict()
+    with contextlib.suppress(CheckpointException):
+        load(state_dict, checkpoint_id=folder, process_group=rank.group)
+    with pytest.raises(ValueError) as caught:
+        set_optimizer_state_dict(trained.model, trained.optimizer, state_dict["optim"])
+    return str(caught.value), before, trained.whole()
 
 
 @pytest.mark.parametrize("on_all", [True, False], ids=["all", "one"])

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 from ranks import Rank, RankPool
-from training import MODES, Job, assert_same_bits, make_params
+from training import MODES, Job, assert_same_bits, gradient, make_params
 
+import fusedshard
+from fusedshard.moments import STRIDE
+from fusedshard.precision import decode, join_master
 from fusedshard.sharded_state import ShardedState
 
 
@@ -106,3 +109,24 @@ def _full_here(rank: Rank, mode: str) -> Any:
         state["exp_avg"].fill_(7.0)
         state["exp_avg_sq"].fill_(7.0)
     return kept, whole, job.optimizer.full_state_dict()
+
+
+def test_conversions_of_more_than_is_converted_at_a_time() -> None:
+    """Codes, and masters of which a block does not count any more, as if all were converted at
+    once."""
+    param = torch.nn.Parameter(torch.linspace(-2, 2, 2 * STRIDE + 77).to(torch.bfloat16))
+    optimizer = fusedshard.AdamW([param], state_dtype=torch.uint8, lr=0.01)
+    for step in range(2):
+        param.grad = gradient(param, step, 0, 0)
+        optimizer.step()
+    shown = optimizer.state[param]
+    masters = join_master(param.detach(), shown["master_weights"])
+    edited = slice(STRIDE + 128, STRIDE + 256)
+    with torch.no_grad():
+        param[STRIDE + 130] = 3.0
+    masters[edited] = param.detach()[edited].float()
+    full = optimizer.full_state_dict()["state"][0]
+    assert_same_bits(full["master_weights"], masters)
+    for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        expected = decode(shown[name], shown[f"{name}_exponents"], signed=signed)
+        assert_same_bits(full[name], expected)

@@ -7,17 +7,28 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from ranks import MAX_RANKS, Rank, RankPool
+from training import assert_same_bits, gradient
+
+import fusedshard
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
-    match = re.search(r"<!-- example: train.py -->\n```python\n(.*?)```", README, re.DOTALL)
+def example(name: str) -> str:
+    match = re.search(rf"<!-- example: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
     assert match is not None
-    (tmp_path / "train.py").write_text(match.group(1))
+    return match.group(1)
+
+
+def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(example("train.py"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", "train.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -30,6 +41,45 @@ def test_the_example_trains_on_two_ranks(tmp_path: Path) -> None:
     state = saved["optimizer"]["state"]
     assert [state[i]["exp_avg"].shape for i in range(4)] == [p.shape for p in params]
     assert all(state[i]["step"] == 100 for i in range(4))
+
+
+@pytest.mark.parametrize("where", ["file", "folder"])
+def test_the_examples_save_and_resume(ranks: RankPool, tmp_path: Path, where: str) -> None:
+    for (params, state), resumed in ranks.run(MAX_RANKS, _save_and_resume, where, tmp_path):
+        assert_same_bits(resumed[0], params)
+        assert_same_bits(resumed[1]["state"], state["state"])
+        assert_same_bits(resumed[1]["param_groups"], state["param_groups"])
+
+
+def _save_and_resume(rank: Rank, where: str, folder: Path) -> Any:
+    known: dict[str, Any] = {"os": os, "torch": torch, "dist": dist, "step": 100}
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        trained = known | _job(rank, seed=0, steps=3)
+        exec(example(f"save a {where}"), trained)
+        dist.barrier()
+        # Where the job begins anew, what was imported and defined is there.
+        resumed = trained | _job(rank, seed=1, steps=0)
+        exec(example(f"resume from a {where}"), resumed)
+    finally:
+        os.chdir(before)
+    return _whole(trained), _whole(resumed)
+
+
+def _job(rank: Rank, seed: int, steps: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+    optimizer = fusedshard.AdamW(model.parameters(), lr=1e-3)
+    for step in range(steps):
+        for index, param in enumerate(model.parameters()):
+            param.grad = gradient(param, step, index, rank.rank)
+        optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def _whole(job: dict[str, Any]) -> Any:
+    return [p.detach() for p in job["model"].parameters()], job["optimizer"].full_state_dict()
 
 
 def test_every_file_it_names_exists() -> None:

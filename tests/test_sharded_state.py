@@ -43,6 +43,7 @@ def contents(state: ShardedState) -> dict[tuple[int, ...], float]:
     found = {}
     for item in state.__create_write_items__("name", None):
         box = state.__get_tensor_shard__(item.index)
+        assert box.untyped_storage().nbytes() == box.nbytes  # else torch would copy it to save it
         for index in numpy.ndindex(*box.shape):
             place = tuple(a + b for a, b in zip(item.index.offset or (), index, strict=True))
             assert place not in found
@@ -91,6 +92,12 @@ def test_it_shows_what_the_memory_holds_and_its_copies_do_not(
         assert contents(copied) == CONTENTS
     for view in (state, *views):
         assert contents(view) == {index: value + 100 for index, value in CONTENTS.items()}
+
+
+def test_what_is_saved_is_the_memory_itself(state: ShardedState, memory: torch.Tensor) -> None:
+    items = state.__create_write_items__("name", None)
+    places = [state.__get_tensor_shard__(item.index).data_ptr() for item in items]
+    assert places == [memory[i:].data_ptr() for i in (0, 2, 6)]  # where the columns begin
 
 
 def test_deepcopy_keeps_identity(state: ShardedState) -> None:
