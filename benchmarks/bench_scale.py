@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from charts import COLOURS, new_figure, save_figure
 from harness import Spread, progress_bar
-from record import Bar, add_run_options, bars_table, folder_of, header, open_console, write
+from record import (
+    Bar,
+    add_run_options,
+    bars_table,
+    folder_of,
+    header,
+    open_console,
+    positive,
+    write,
+)
 from rich.console import Console
 from rich.table import Table
 from scale_dry_run import AddressSpace, dry_rank
@@ -322,9 +331,9 @@ def draw_curves(
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="How fusedshard grows, without the hardware.")
-    parser.add_argument("--ranks", type=int, nargs="+", help="numbers of ranks")
+    parser.add_argument("--ranks", type=positive, nargs="+", help="numbers of ranks")
     parser.add_argument("--threads", type=int, default=1, help="as torchrun has it for each rank")
-    parser.add_argument("--repeats", type=int, help="samples that are counted")
+    parser.add_argument("--repeats", type=positive, help="samples that are counted")
     add_run_options(parser)
     args = parser.parse_args()
     args.ranks = args.ranks or ([8, 64] if args.quick else [8, 64, 512, 1024, 4096, 16384])

@@ -47,6 +47,8 @@ def save_figure(
 
 def colour_of(name: str) -> str:
     """Ours stand out."""
+    if name in ("roofline", "read floor"):
+        return REFERENCE
     return OURS if "fusedshard" in name or name.startswith("fingerprint") else OTHERS
 
 

@@ -41,7 +41,7 @@ def _rich_or_nothing() -> Iterator[None]:
 
 
 with _rich_or_nothing():
-    from harness import Samples, Spread, ratio, rotated, rows_beside
+    from harness import Samples, Spread, order_of, ratio, rows_beside
     from record import Bar, git_commit, machine, versions
 
 __all__ = [
@@ -50,8 +50,8 @@ __all__ = [
     "Spread",
     "git_commit",
     "machine",
+    "order_of",
     "ratio",
-    "rotated",
     "rows_beside",
     "versions",
 ]
@@ -101,11 +101,11 @@ class DeviceClock:
 
 
 def interleaved(variants: Mapping[str, Callable[[], float]], repeats: int) -> Samples:
-    """Samples of every variant once a round, in rotating order, after a round that is not
+    """Samples of every variant once a round, each in another order, after one that is not
     counted."""
     samples: Samples = {name: [] for name in variants}
     for turn in range(repeats + 1):
-        for name in rotated(list(variants), turn):
+        for name in order_of(list(variants), turn):
             value = variants[name]()
             if turn:
                 samples[name].append(value)

@@ -23,10 +23,14 @@ Samples = dict[str, list[float]]
 T = TypeVar("T")
 
 
-def rotated(names: Sequence[str], turn: int) -> list[str]:
-    """`names`, begun at place `turn`: over the turns each name stands equally often everywhere."""
-    start = turn % len(names)
-    return [*names[start:], *names[:start]]
+def order_of(names: Sequence[str], turn: int) -> list[str]:
+    """`names` in the order of a turn, a row of a Williams square (E. J. Williams, 1949): over as
+    many turns as names, twice as many where these are odd, each name stands equally often in every
+    place, and behind every other one, whatever that has left in the caches."""
+    count = len(names)
+    places = [(place + 1) // 2 if place % 2 else -place // 2 for place in range(count)]
+    backwards = count % 2 and turn // count % 2
+    return [names[(place + turn) % count] for place in (places[::-1] if backwards else places)]
 
 
 @dataclass
@@ -44,7 +48,7 @@ def interleave(
     before_round: Callable[[], object],
     progress: bool = True,
 ) -> Timing:
-    """Run every variant once a round, in rotating order, after one round that is not counted.
+    """Run every variant once a round, each in another order, after one that is not counted.
 
     Each variant returns the seconds to be counted. With a process group every rank must call this
     with the same variants: they are then called in the same order everywhere.
@@ -55,7 +59,7 @@ def interleave(
         for turn in range(repeats + 1):
             before_round()
             start, seconds = CpuUse.now(), {}
-            for name in rotated(list(variants), turn):
+            for name in order_of(list(variants), turn):
                 bar.update(task, description=name)
                 seconds[name] = variants[name]()
                 bar.advance(task)

@@ -19,6 +19,8 @@ from harness import Spread
 from rich.console import Console
 from rich.table import Table
 
+import fusedshard
+
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 QUICK_RESULTS = HERE / "quick-results"  # which git ignores
@@ -68,15 +70,32 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small, only to see that it runs")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=_folder,
         help=f"folder of the JSON and PNG (default: {RESULTS}, with --quick {QUICK_RESULTS})",
     )
+
+
+def _folder(name: str) -> Path:
+    """Made now: not after the measurement should it turn out that it cannot be."""
+    path = Path(name)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"got {name!r}, wanted a folder: {error}") from None
+    return path
+
+
+def positive(text: str) -> int:
+    """An option's value."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer, at least 1")
+    return int(text)
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Of those that take times."""
     add_run_options(parser)
-    parser.add_argument("--repeats", type=int, help="rounds that are counted")
+    parser.add_argument("--repeats", type=positive, help="rounds that are counted")
     parser.add_argument(
         "--idle-wait",
         type=float,
@@ -140,12 +159,25 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of these sources, with "-dirty" where they differ from it."""
+    """The commit of these sources, with "-dirty" where they, or the fusedshard that is installed,
+    differ from it."""
     command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
+    return found if found.endswith("-dirty") or is_installed() else f"{found}-dirty"
+
+
+def is_installed() -> bool:
+    """Whether the fusedshard that is imported has these sources' Python."""
+    installed, sources = Path(fusedshard.__file__).parent, HERE.parent / "fusedshard"
+    files = (path.relative_to(sources) for path in sources.rglob("*.py"))
+    return all(
+        (installed / file).is_file()
+        and (installed / file).read_bytes() == (sources / file).read_bytes()
+        for file in files
+    )
 
 
 def open_console() -> Console:

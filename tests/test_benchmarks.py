@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -130,11 +132,23 @@ def test_interleaving_gives_every_variant_every_place(module: Any) -> None:
         before_round=lambda: rounds.append(len(calls)),
         progress=False,
     )
-    assert "".join(calls) == "abcbcacababc"
+    assert "".join(calls) == "abcbcacabcba"
     assert rounds == [0, 3, 6, 9]
     # The first round is not counted; the numbers say when each was called.
-    assert timing.samples == {"a": [6, 8, 10], "b": [4, 9, 11], "c": [5, 7, 12]}
+    assert timing.samples == {"a": [6, 8, 12], "b": [4, 9, 11], "c": [5, 7, 10]}
     assert len(timing.rounds) == 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 12])
+def test_every_variant_follows_every_other_one_equally_often(module: Any, count: int) -> None:
+    names = [str(number) for number in range(count)]
+    turns = count if count % 2 == 0 else 2 * count
+    orders = [module("harness").order_of(names, turn) for turn in range(turns)]
+    for place in zip(*orders, strict=True):
+        assert sorted(place) == sorted(names * (turns // count))
+    pairs = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert set(pairs) == set(itertools.permutations(names, 2))
+    assert len(set(pairs.values())) <= 1
 
 
 def test_ratios_are_taken_round_by_round(module: Any) -> None:
