@@ -95,6 +95,23 @@ def test_the_table_shows_moments_and_masters(report_of: Reports) -> None:
     assert "master_weights, step and parameters are identical on all 4 ranks" in text.getvalue()
 
 
+def test_a_narrow_terminal_cuts_no_number(report_of: Reports) -> None:
+    report = report_of("bf16", "bf16")
+
+    def numbers(width: int) -> dict[str, list[str]]:
+        """Of each variant, in all tables."""
+        text = io.StringIO()
+        console = Console(file=text, width=width, highlight=False)
+        for table in demo_report.make_tables(report, console):
+            console.print(table)
+        rows = [line.split() for line in text.getvalue().splitlines()]
+        return {v: [cell for row in rows if row[:1] == [v] for cell in row[1:]] for v in VARIANTS}
+
+    whole = numbers(1000)
+    assert all(len(cells) >= 13 for cells in whole.values())
+    assert numbers(80) == numbers(50) == whole
+
+
 def test_the_commands_formats_reach_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Settings] = []
 

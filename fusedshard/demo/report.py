@@ -220,13 +220,19 @@ def make_verdict_list(report: Report) -> Table:
 
 
 def make_tables(report: Report, console: Console) -> list[Table]:
-    """A row a variant; in two tables where one would be too wide."""
-    numbers, agreement = number_columns(report), agreement_columns(report)
-    whole = make_table(report, numbers + agreement)
+    """A row a variant; in several tables where one would be too wide."""
     unlimited = console.options.update(max_width=1000)
-    if console.measure(whole, options=unlimited).maximum <= console.width:
-        return [whole]
-    return [make_table(report, numbers), make_table(report, agreement)]
+
+    def fits(columns: Sequence[Column]) -> bool:
+        table = make_table(report, columns)
+        return console.measure(table, options=unlimited).maximum <= console.width
+
+    tables: list[list[Column]] = [[]]
+    for column in number_columns(report) + agreement_columns(report):
+        if tables[-1] and not fits([*tables[-1], column]):
+            tables.append([])
+        tables[-1].append(column)
+    return [make_table(report, columns) for columns in tables]
 
 
 Column = tuple[str, Callable[[str], str]]  # its header, and the cell of a variant

@@ -141,10 +141,15 @@ def read(path: Path, dtype: torch.dtype | None) -> Model:
         UnusableModel: naming the file, what it has, and what was wanted.
         OSError: it cannot be read.
     """
-    if path.suffix == ".safetensors":
+    with path.open("rb") as file:
+        begins = file.read(9)
+        # Such a header is JSON, behind its length.
+        is_safetensors = path.suffix == ".safetensors" or begins[8:] == b"{" != begins[:1]
+        text = b"" if is_safetensors else begins + file.read(_MOST_HEADER)
+    if is_safetensors:
         entries = _header(path)
     else:
-        entries = _json(path, path.read_bytes())
+        entries = _json(path, text)
         if "weight_map" in entries:
             entries = _of_shards(path, entries["weight_map"])
     found = [_parameter(path, name, entry, dtype) for name, entry in entries.items()]
@@ -160,7 +165,8 @@ def read(path: Path, dtype: torch.dtype | None) -> Model:
 def _of_shards(path: Path, weight_map: Any) -> dict[str, Any]:
     """The entries of an index, from the headers of the files beside it."""
     if not isinstance(weight_map, dict) or not all(
-        isinstance(file, str) and Path(file).name == file for file in weight_map.values()
+        isinstance(file, str) and Path(file).name == file and file.isprintable()
+        for file in weight_map.values()
     ):
         raise UnusableModel(f"{path}: weight_map: wanted for each name a file beside the index")
     headers = {file: _header(path.parent / file) for file in dict.fromkeys(weight_map.values())}
@@ -206,7 +212,8 @@ def _parameter(path: Path, name: str, entry: Any, dtype: torch.dtype | None) -> 
     shape, named = entry, None
     if isinstance(entry, Mapping):
         shape, named = entry.get("shape"), entry.get("dtype")
-    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**48 for n in shape):
+    is_shape = isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**48 for n in shape)
+    if not is_shape or math.prod(max(1, n) for n in shape) >= 2**60:
         raise UnusableModel(
             f"{path}: {name}: got {_short(entry)}, wanted a shape as [3, 5] or "
             '{"shape": [3, 5], "dtype": "bf16"}'
@@ -216,11 +223,13 @@ def _parameter(path: Path, name: str, entry: Any, dtype: torch.dtype | None) -> 
     if named is not None and _UNTRAINED.fullmatch(named):
         return None
     known = torch.bfloat16 if named is None else _NAMES.get(named.removeprefix("torch."))
-    if known is None:
+    if known is None and dtype is None:
         raise UnusableModel(
             f"{path}: {name}: got dtype {named!r}, wanted one of {', '.join(DTYPES)} or of integers"
         )
-    return Parameter(name, tuple(shape), dtype or known)
+    chosen = dtype or known
+    assert chosen is not None
+    return Parameter(name, tuple(shape), chosen)
 
 
 def _short(value: Any) -> str:

@@ -19,20 +19,26 @@ from fusedshard.planning.usage import MODEL, STATE, Usage, Way
 from fusedshard.precision import Precision
 
 STATES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
-_ONE_BY_ONE = 8
 
 FORMULAS = (
     "Sent by each of N ranks, of B bytes, in rings (ZeRO, arXiv:1910.02054, section 7): "
     "reduce-scatter, all-gather and all-to-all (N-1)/N B, all-reduce twice that; broadcasts of all "
     "ranks' parts (N-1)/N B on the average. FSDP2 gathers blocks twice and the root once.",
+    "An all-to-all goes straight between any two ranks: with several ranks a node nearly all of "
+    "what each sends leaves the node, where in a ring only one rank's does. Choose --bandwidth by "
+    "that.",
     "Time on the wire: sent / bandwidth, none of it hidden behind forward and backward. Time of "
-    "the update: moved / memory bandwidth, each array read and written once, gradients read.",
+    "the update: moved / memory bandwidth, each array read and written once, gradients read; with "
+    "fp32 masters by hand also the casts from and to 16 bits. What packing and averaging gradients "
+    "moves is not in it, on either side.",
 )
 LEGEND = (
-    "DDP, ZeroRedundancyOptimizer and FSDP2 are with torch.optim.AdamW, whose state has the dtype "
-    "of what it trains; views: gradient_as_bucket_view=True. Sharded and replicated are "
-    "fusedshard's, named by their state_dtype; remainders are 16 bits with which a bf16 parameter "
-    "is an fp32 number. Where ranks hold unequal parts, this is the fullest.",
+    "DDP, ZeroRedundancyOptimizer and FSDP2 are with torch.optim.AdamW(fused=True) (foreach needs "
+    "as much again for a while). Its state has the dtype of what it trains: where that is 16 bits, "
+    "so are the moments, and there is no master. Views: gradient_as_bucket_view=True.",
+    "Sharded and replicated are fusedshard's, named by their state_dtype; remainders are 16 bits "
+    "with which a bf16 parameter is an fp32 number. Where ranks hold unequal parts, this is the "
+    "fullest.",
     "FSDP2's buffers are at their peak in backward: the root and the largest block gathered, the "
     "next one arriving, the block's gradients, and another's being scattered.",
     "fusedshard's buffers are of the size of a bucket (--bucket-cap-mb), whatever the model's.",
@@ -162,28 +168,25 @@ def _seconds(question: Question, usage: Usage) -> dict[str, float]:
 
 
 def least_ranks(way: Way, room: int) -> int | None:
-    """The least number of ranks on which a way fits into ``room`` bytes of each. Above
-    `_ONE_BY_ONE`, where padding may make one rank more or less of no account: one on which it fits
-    and on one less it does not. None: on no power of two up to `MOST_RANKS`."""
+    """The least number of ranks on which a way fits into ``room`` bytes of each. (On some more it
+    need not: padding differs, and one rank has no wire buffers.) None: on no power of two up to
+    `MOST_RANKS`."""
 
     def fits(ranks: int) -> bool:
         return way.usage(ranks).total <= room
 
     alone = way.usage(1).memory
-    if sum(alone[kind] for kind in way.kept_whole) > room:
+    whole = sum(alone[kind] for kind in way.kept_whole)
+    shared = sum(alone.values()) - whole
+    if whole > room or (whole == room and shared):
         return None
-    for ranks in range(1, _ONE_BY_ONE + 1):
-        if fits(ranks):
-            return ranks
-    does, does_not = 2 * _ONE_BY_ONE, _ONE_BY_ONE
-    while not fits(does):
-        does, does_not = 2 * does, does
-        if does > MOST_RANKS:
-            return None
-    while does - does_not > 1:
-        middle = (does + does_not) // 2
-        does, does_not = (middle, does_not) if fits(middle) else (does, middle)
-    return does
+    powers = (1 << power for power in range(MOST_RANKS.bit_length()))
+    most = next(filter(fits, powers), None)
+    if most is None:
+        return None
+    # On fewer than the first there would be too little room, even without padding and buffers.
+    first = max(1, -(-shared // max(1, room - whole)))
+    return next(ranks for ranks in range(min(first, most), most + 1) if fits(ranks))
 
 
 def as_json(question: Question, rows: Sequence[Row], notes: Sequence[str]) -> dict[str, Any]:

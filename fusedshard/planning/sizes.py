@@ -23,7 +23,10 @@ MOST_PARAMETERS = 10**13  # whose layout is still made in seconds
 def count(text: str) -> int:
     """A number of parameters: ``"10B"``, ``"124M"``, ``"1000"``."""
     wanted = "a count from 1 to 10T, as 10B, 124M or 1000"
-    return int(_parsed(text, _COUNTS, wanted, most=MOST_PARAMETERS))
+    number = _parsed(text, _COUNTS, wanted, most=MOST_PARAMETERS)
+    if number != int(number):
+        raise argparse.ArgumentTypeError(f"got {text!r}, wanted {wanted}")
+    return int(number)
 
 
 def byte_size(text: str) -> int:
@@ -38,7 +41,7 @@ def rate(text: str) -> float:
 
 def ranks(text: str) -> int:
     """A number of ranks."""
-    if not re.fullmatch(r"\d{1,9}", text) or not 1 <= int(text) <= MOST_RANKS:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or not 1 <= int(text) <= MOST_RANKS:
         raise argparse.ArgumentTypeError(f"got {text!r}, wanted an integer from 1 to {MOST_RANKS}")
     return int(text)
 
@@ -51,14 +54,14 @@ def megabytes(text: str) -> float:
 def _parsed(
     text: str, units: Mapping[str, float], wanted: str, least: float = 1, most: float = 1e18
 ) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?([A-Za-z/]*)", text)
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+) ?([A-Za-z/]*)", text[:40], re.ASCII)
     value = 0.0
     if match is not None and match[2] in units:
         digits = match[1]
         # Integers stay exact: a float has but 53 bits.
         value = (int(digits) if digits.isdigit() else float(digits)) * units[match[2]]
     if match is None or not least <= value <= most:
-        raise argparse.ArgumentTypeError(f"got {text!r}, wanted {wanted}")
+        raise argparse.ArgumentTypeError(f"got {text[:40]!r}, wanted {wanted}")
     return value
 
 

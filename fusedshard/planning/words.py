@@ -47,7 +47,7 @@ def _memory_table(question: Question, rows: Sequence[Row]) -> Table:
     for heading in ("param", "grad", "master", "m, v", "buffer", "total"):
         table.add_column(heading, justify="right")
     if question.gpu_memory is not None:
-        table.add_column("fits on", justify="right")
+        table.add_column("fewest", justify="right")
 
     def cells(row: Row) -> list[str]:
         usage = row.usage
@@ -63,7 +63,7 @@ def _memory_table(question: Question, rows: Sequence[Row]) -> Table:
 def _fit(question: Question, row: Row) -> str:
     assert question.gpu_memory is not None
     mark = "✓" if row.usage.total <= question.gpu_memory else "✗"
-    return f"{f'≥ {row.least_ranks}' if row.least_ranks else 'none'} {mark}"
+    return f"{f'{row.least_ranks:,}' if row.least_ranks else 'none'} {mark}"
 
 
 def _step_table(question: Question, rows: Sequence[Row]) -> Table:
