@@ -18,7 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from charts import Panel
-from harness import Samples, Spread, gather, run_ranks
+from fresh_ranks import run_ranks
+from harness import Samples, Spread, gather
 from hooks_overhead import TinyRunner
 from record import Bar, add_common_options, open_console
 from rich.table import Table

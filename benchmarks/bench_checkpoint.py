@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from charts import Panel, spreads_of
 from checkpoint_ways import JOBS, MIXED, PIECES, WAYS, full_state
+from fresh_ranks import run_ranks
 from harness import (
     Samples,
     Spread,
@@ -29,7 +30,6 @@ from harness import (
     interleave,
     progress_bar,
     ratio,
-    run_ranks,
     slowest_rank,
     start_round,
 )

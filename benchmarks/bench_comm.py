@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from charts import Panel, save_bars, spreads_of
+from fresh_ranks import run_ranks
 from harness import (
     Samples,
     Spread,
     gather,
     interleave,
     ratio,
-    run_ranks,
     slowest_rank,
     start_round,
 )

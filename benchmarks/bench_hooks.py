@@ -14,7 +14,7 @@ import argparse
 
 import hooks_overhead
 import hooks_overlap
-from harness import run_ranks
+from fresh_ranks import run_ranks
 from record import add_common_options
 
 PARTS = ("overhead", "overlap")

@@ -25,7 +25,7 @@ from consistency_claims import judge
 from consistency_jobs import AUDITED_JOBS, ORDER_JOBS, RANK_JOBS, TWO_RANK_JOBS, Job
 from consistency_plot import plot
 from consistency_train import train_all
-from harness import run_ranks
+from fresh_ranks import run_ranks
 from record import add_run_options, folder_of, header, open_console, write
 from rich.console import Console
 from rich.table import Table

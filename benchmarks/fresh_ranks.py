@@ -112,7 +112,9 @@ def _answers(pipes: Sequence[Connection]) -> list[Any]:
 
 
 def _be(place: Place, pipe: Connection, work: Callable[..., Any], args: Any) -> NoReturn:
-    """Ends without an orderly exit, as harness.run_as_rank does."""
+    """Ends without an orderly exit once all ranks are done: while gloo's threads of one rank wind
+    up, the teardown in another now and then aborts (terminate called without an active
+    exception)."""
     status = 0
     try:
         backend = "gloo"
@@ -140,6 +142,16 @@ def ranks_here(count: int) -> Iterator[FreshRanks]:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as folder:
         yield FreshRanks(range(count), count, Path(folder) / "store", "cpu")
+
+
+def run_ranks(count: int, work: Callable[..., Any], *args: Any) -> Any:
+    """`work(*args)` on so many CPU ranks: the first one's result."""
+    with ranks_here(count) as ranks:
+        return ranks.run(_without_device, work, args)
+
+
+def _without_device(_: str, work: Callable[..., Any], args: Sequence[Any]) -> Any:
+    return work(*args)
 
 
 def rank_of_torchrun() -> FreshRanks:

@@ -1,23 +1,18 @@
-"""Interleaved timing, the statistics of it, and the ranks that it runs on."""
+"""Interleaved timing, and the statistics of it."""
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from load import CpuUse, Stretch, wait_for_idle
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from torch.multiprocessing.spawn import spawn
 
 Samples = dict[str, list[float]]
 T = TypeVar("T")
@@ -150,34 +145,6 @@ def start_round(idle_wait: float) -> None:
     if dist.get_rank() == 0:
         wait_for_idle(idle_wait)
     dist.barrier()
-
-
-def run_ranks(ranks: int, work: Callable[..., None], *args: Any) -> None:
-    """Run `work(*args)` in `ranks` new processes that form the default gloo group."""
-    # Ranks on one machine talk over loopback, whatever its host name resolves to.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory() as folder:
-        store = Path(folder) / "store"
-        spawn(_rank, (ranks, store.as_uri(), work, args), ranks)
-
-
-def _rank(rank: int, ranks: int, store: str, work: Callable[..., None], args: Any) -> None:
-    run_as_rank(work, *args, init_method=store, rank=rank, world_size=ranks)
-
-
-def run_as_rank(work: Callable[..., None], *args: Any, **how: Any) -> NoReturn:
-    """Run `work(*args)` with this process as a rank of the default gloo group, found as `how` or
-    torchrun's environment says, and end the process.
-
-    It ends without an orderly exit once all ranks are done: while gloo's threads of one rank wind
-    up, the teardown in another now and then aborts (terminate called without an active exception).
-    """
-    dist.init_process_group("gloo", **how)
-    work(*args)
-    dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
 
 
 @contextmanager

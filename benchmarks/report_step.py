@@ -49,6 +49,7 @@ def step(reports: Reports) -> str:
             f"and the collectives of a step are those of {plural(_middle(shown), 'rank')}.",
         ),
         variants(shown),
+        f"![Time, phases, memory and traffic](benchmarks/results/step_{SHOWN}_2_ranks.png)",
         paragraph(
             "The default, `fusedshard.AdamW(...)`, beside what torch has: its time over theirs,",
             "where a value below 1 is faster. (ZeRO is DDP + ZeroRedundancyOptimizer; all have the",
