@@ -92,12 +92,8 @@ def test_kernel(tmp_path: Path) -> None:
     check_distances(report["largest_difference_from_fp64"], isas)
     bars = report["bars"]
     assert len(bars) == 2 * 3 + any(DEEPSPEED in bar["claim"] for bar in bars)
-    ceilings = [bar["ceiling"] for bar in bars if "speed against" in bar["claim"][:20]]
-    assert len(ceilings) >= 2
-    for ceiling in ceilings:
-        check_spread(ceiling)
+    assert not any("ceiling" in bar for bar in bars), "of small arrays it says nothing"
     check_bars(report, printed)
-    assert (tmp_path / "kernel.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_copies_take_turns(module: Any) -> None:
@@ -192,6 +188,8 @@ def test_bars_and_their_ceilings(module: Any) -> None:
     assert [bar["met"] for bar in bars] == [True, False, True]
     assert [bar["ceiling"]["median"] for bar in bars[:2]] == [2.0, 1.375]
     assert all("32 Mi fp32 elements, 1 thread" in bar["claim"] for bar in bars)
+    (smaller, *_) = kernel.fp32_bars(samples, "ours", 1, 1 << 14, "cpu")
+    assert "ceiling" not in smaller.as_json()
     two = kernel.fp32_bars(samples, "ours", 2, 1 << 25, "cpu")
     assert [bar.wanted for bar in two] == [">= 1.4", ">= 0.9"]
     assert kernel.fp32_bars(samples, "ours", 1, 1 << 25, "cuda") == []
@@ -213,6 +211,7 @@ def test_what_a_gpu_is_measured_with(module: Any, monkeypatch: pytest.MonkeyPatc
             return 1.0
 
     monkeypatch.setattr(kernel, "DeviceClock", Clock)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(contenders, "is_installed", lambda package: False)
     command = ["bench_kernel.py", "--quick", "--device", "cuda", "--repeats", "1"]
     monkeypatch.setattr("sys.argv", command)
