@@ -22,7 +22,6 @@ from report_tables import (
 )
 
 OURS = "fusedshard sharded, ordered"
-JUDGED = 1 << 25  # elements of the updates that bars are about
 
 
 def introduction(reports: Reports) -> str:
@@ -88,8 +87,8 @@ def _ceilings(report: Report) -> str:
 
 
 def _formats(report: Report, ours: str) -> str:
-    """Of the largest size that bars are about."""
-    size = max(r["elements"] for r in report["results"] if r["elements"] <= JUDGED)
+    """Of the largest size."""
+    size = max(result["elements"] for result in report["results"])
     results = [result for result in report["results"] if result["elements"] == size]
     rows = [{row["name"]: row for row in result["rows"]} for result in results]
     cells = [
