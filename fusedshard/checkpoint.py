@@ -188,10 +188,10 @@ def filled(state: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]
 
 
 def without_arrays(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """What torch is to load of a state dict, which would cast the rest to the parameters' dtype."""
-    ours = {*MOMENTS, MASTERS}
+    """What torch is to load of a state dict, which would cast arrays to the parameters' dtype: None
+    for each moment, which says that there is one."""
     state = {
-        key: {name: value for name, value in values.items() if name not in ours}
+        key: {n: None if n in MOMENTS else v for n, v in values.items() if n != MASTERS}
         if isinstance(values, Mapping)
         else values
         for key, values in state_dict["state"].items()
