@@ -199,6 +199,19 @@ def without_arrays(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
+def with_groups(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A kept state dict with the hyperparameters that the groups have now, as a scheduler changes
+    them."""
+    copied: dict[str, Any] = in_new_containers(dict(state_dict))
+    for saved, group in zip(copied["param_groups"], groups, strict=True):
+        saved |= {
+            key: value for key, value in group.items() if key not in ("params", "param_names")
+        }
+    return copied
+
+
 def in_new_containers(value: Any) -> Any:
     """A state dict with the same tensors, whose dicts and lists are the caller's to change, as
     torch.distributed.checkpoint does."""

@@ -101,6 +101,7 @@ class ShardedState(torch.Tensor):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     _stretches: tuple[Stretch, ...]
+    is_loaded: bool  # whether a checkpoint is, or was, to be loaded into it
 
     @staticmethod
     def __new__(
@@ -115,6 +116,7 @@ class ShardedState(torch.Tensor):
             cls, shape, strides=strides, dtype=dtype, device=device
         )
         self._stretches = tuple(stretches)
+        self.is_loaded = False
         return self
 
     @property
@@ -150,6 +152,7 @@ class ShardedState(torch.Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Asked for where something is to be loaded into it."""
         self._stretches = tuple(stretch.awaited() for stretch in self._stretches)
+        self.is_loaded = True
         return self._chunks()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
@@ -206,7 +209,9 @@ class ShardedState(torch.Tensor):
         self, stretches: Sequence[Stretch], device: torch.device | str | None = None
     ) -> ShardedState:
         place = self.device if device is None else torch.device(device)
-        return type(self)(self.size(), self.stride(), self.dtype, place, stretches)
+        twin = type(self)(self.size(), self.stride(), self.dtype, place, stretches)
+        twin.is_loaded = self.is_loaded
+        return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedState:
         twin = self.clone()

@@ -36,6 +36,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._watch = Watch(options.audit_every)
         self._scaler_agrees = self._warned_of_scaler = False
         self._loading: dict[str, Any] | None = None  # the state dict, until it is loaded
+        self._agreed = False  # whether the ranks have told each other what they load
         self._consolidated: dict[str, Any] | None = None
 
     @property
@@ -81,9 +82,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         torch.distributed.checkpoint saves and loads, and nothing else does: to save one file call
         `full_state_dict` on every rank. After `consolidate_state_dict`, until the state changes,
         it is the full one on the rank that has it.
+
+        Plain tensors are the optimizer's own memory, as torch's are: torch.distributed.checkpoint
+        loads into them, and leaves them half loaded where it fails.
         """
         if self._consolidated is not None:
-            return dict(checkpoint.in_new_containers(self._consolidated))
+            return checkpoint.with_groups(self._consolidated, self.param_groups)
         if self._built.holds_shards:
             shards = self._built.sharded_state()
             return self._packed(lambda packed: checkpoint.show_shards(packed, shards))
@@ -159,38 +163,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 or the parameter is named, with both shapes), or the ranks bring dicts that differ
                 in their groups, steps, or in which parameters have state.
         """
-        agreed = False
 
         def check(optimizer: torch.optim.Optimizer, mended: dict[str, Any]) -> dict[str, Any]:
-            nonlocal agreed
-            agreed = True
-            self._agree_on_state_dict(mended)
+            state_checks.check_fits(mended, self.param_groups, self._built.owned_ranges())
             self._loading = mended
             return checkpoint.without_arrays(mended)
 
+        self._agreed = False
         # Registered now, it runs after all hooks of the user's, which may mend the dict.
         handle = self.register_load_state_dict_pre_hook(check)
         try:
             super().load_state_dict(state_dict)
-        except Exception as error:  # the other ranks wait in the check
-            if not agreed:
-                self._agree_on_state_dict(None, error)
+        except Exception as error:
+            if not self._agreed:  # the other ranks wait in __setstate__
+                self._agree_on_state_dict("", error)
             raise
         finally:
             self._loading = None
             handle.remove()
 
-    def _agree_on_state_dict(
-        self, state_dict: dict[str, Any] | None, error: Exception | None = None
-    ) -> None:
+    def _agree_on_state_dict(self, content: str, error: Exception | None = None) -> None:
         """Raise on every rank if a rank's dict does not fit, or the ranks bring different ones."""
-        content = ""
-        try:
-            if state_dict is not None:
-                state_checks.check_fits(state_dict, self.param_groups, self._built.owned_ranges())
-                content = state_checks.describe_content(state_dict)
-        except Exception as caught:  # as in the constructor
-            error = caught
+        self._agreed = True
         answers = self._built.comm.gather_objects((describe_error(error), content))
         raise_shared(error, [failure for failure, _ in answers])
         if len({content for _, content in answers}) > 1:
@@ -201,6 +195,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if "options" in state:
             self._unpickle(state)
             return
+        if self._loading is not None:  # torch has nothing left to refuse
+            self._agree_on_state_dict(state_checks.describe_content(self._loading))
         self.param_groups = state["param_groups"]
         for group in self.param_groups:
             for key, value in self.defaults.items():

@@ -52,19 +52,22 @@ def check_fits(
 
 def describe_content(state_dict: Mapping[str, Any]) -> str:
     """What must be the same in every rank's dict, short of the values: hyperparameters, steps,
-    and which parameters have which state, whole or a shard."""
+    and which parameters have which state, whole or a shard, and whether that was loaded."""
     groups = [
         [repr(plain(group.get(name))) for name in ("params", *HYPERPARAMETERS)]
         for group in state_dict["param_groups"]
     ]
     keys = [key for group in state_dict["param_groups"] for key in group["params"]]
     states = [(state_dict["state"].get(key) or {}) for key in keys]
-    held = [
-        sorted((name, isinstance(value, ShardedState)) for name, value in state.items())
-        for state in states
-    ]
+    held = [sorted((name, _kind(value)) for name, value in state.items()) for state in states]
     steps = [float(state.get("step", 0)) for state in states]
     return hashlib.sha256(repr((groups, steps, held)).encode()).hexdigest()
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, ShardedState):
+        return "whole"
+    return "loaded shard" if value.is_loaded else "shard"
 
 
 def _check_state(
@@ -118,6 +121,8 @@ def _check_array(label: str, name: str, saved: Any, param: torch.Tensor) -> None
     wrapped = is_wrapper(saved) and not isinstance(saved, ShardedState)
     if saved.layout != torch.strided or wrapped:
         raise ValueError(f"{label}: {name} is no plain dense tensor in the state dict")
+    if saved.device.type == "meta":
+        raise ValueError(f"{label}: {name} is on the meta device in the state dict: has no numbers")
     if not (saved.is_floating_point() or saved.is_complex()):
         raise ValueError(f"{label}: {name} is {saved.dtype} in the state dict, wanted floats")
     if saved.is_complex() != param.is_complex():

@@ -39,6 +39,7 @@ def _consolidate(rank: Rank, to: int) -> Any:
         return found
 
     optimizer.consolidate_state_dict(to)
+    optimizer.param_groups[0]["lr"] *= 0.5  # as a scheduler does after the step
     consolidated, whole = note(), optimizer.full_state_dict()
     if rank.rank == to:
         torch.save(note(), io.BytesIO())
