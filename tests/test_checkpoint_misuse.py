@@ -4,6 +4,7 @@ optimizer's state is what it was, to the bit."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import shutil
@@ -25,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from training import assert_same_bits, gradient
+from training import MODES, assert_same_bits, gradient
 
 import fusedshard
 from fusedshard.sharded_state import ShardedState
@@ -62,8 +63,10 @@ class Trained:
             writer = FileSystemWriter(folder, **options)
             save(self.state_dict(), storage_writer=writer, process_group=self.rank.group)
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, *, into_copies: bool = False) -> None:
         state_dict = self.state_dict()
+        if into_copies:
+            state_dict = copy.deepcopy(state_dict)
         load(state_dict, checkpoint_id=folder, process_group=self.rank.group)
         set_optimizer_state_dict(self.model, self.optimizer, state_dict["optim"])
 
@@ -99,23 +102,30 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint(
-    ranks: RankPool, sound: tuple[Path, Any], tmp_path: Path, damage: str
+    ranks: RankPool, sound: tuple[Path, Any], tmp_path: Path, damage: str, mode: str
 ) -> None:
+    """Of replicated state, which is the optimizer's own memory, a copy is loaded into."""
     spoil, named = DAMAGES[damage]
     folder = shutil.copytree(sound[0], tmp_path / "checkpoint")
     spoil(folder)
-    check_refused(ranks, folder, sound, named)
+    check_refused(ranks, folder, sound, named, mode)
 
 
 def check_refused(
-    ranks: RankPool, folder: Path, sound: tuple[Path, Any], named: str, **other: Any
+    ranks: RankPool,
+    folder: Path,
+    sound: tuple[Path, Any],
+    named: str,
+    mode: str = "sharded",
+    **other: Any,
 ) -> None:
     """Every rank raises the same and goes on as if nothing had been, with a step, and with a
     checkpoint that is sound."""
     for text, before, after, went_on, twin, loaded in ranks.run(
-        LOADED_ON, _try, folder, sound[0], other
+        LOADED_ON, _try, folder, sound[0], other, mode
     ):
         assert named in text
         assert_same_bits(before, after)
@@ -124,11 +134,11 @@ def check_refused(
             assert_same_bits(loaded, sound[1])
 
 
-def _try(rank: Rank, folder: Path, sound: Path, other: dict[str, Any]) -> Any:
-    trained, twin = (Trained(rank, steps=2, **other) for _ in range(2))
+def _try(rank: Rank, folder: Path, sound: Path, other: dict[str, Any], mode: str) -> Any:
+    trained, twin = (Trained(rank, steps=2, mode=mode, **other) for _ in range(2))
     before = trained.whole()
     with pytest.raises(CheckpointException) as caught:
-        trained.load(folder)
+        trained.load(folder, into_copies=mode == "replicated")
     after = trained.whole()
     for job in (trained, twin):
         job.step(2)
