@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,17 @@ def test_runs_as_a_module(tmp_path: Path) -> None:
     build = fusedshard._C.cuda_build()
     assert result.stdout.startswith(f"fusedshard {fusedshard.__version__} (")
     assert (build["architectures"] or build["note"]) in result.stdout.replace("\n", " ")
+
+
+def test_a_reader_that_has_gone_is_no_error(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "fusedshard.cli", "plan", "--params", "1M", "--ranks", "2"]
+    result = subprocess.run(
+        [*command, "--json"], cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (1, "")
 
 
 def test_wants_a_command(capsys: pytest.CaptureFixture[str]) -> None:
