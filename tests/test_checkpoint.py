@@ -389,17 +389,3 @@ def _ckp_10(rank: Rank) -> Any:
     other.load_state_dict(state)
     torch.optim.lr_scheduler.StepLR(other, 10, last_epoch=5)
     return [{k: v for k, v in g.items() if k != "params"} for g in other.param_groups]
-
-
-def test_a_third_moment_stays_when_amsgrad_is_switched_off() -> None:
-    """As torch keeps what a state dict has, whatever the groups say."""
-    param, twin = (torch.nn.Parameter(torch.arange(5.0)) for _ in range(2))
-    optimizer, other = (fusedshard.Adam([p], amsgrad=True) for p in (param, twin))
-    param.grad = torch.linspace(1, 2, 5)
-    optimizer.step()
-    third = optimizer.state[param]["max_exp_avg_sq"].clone()
-    optimizer.param_groups[0]["amsgrad"] = False
-    other.load_state_dict(optimizer.state_dict())
-    for loaded in (other.state_dict(), other.full_state_dict()):
-        assert_same_bits(loaded["state"][0]["max_exp_avg_sq"], third)
-    assert (third > 0).all()

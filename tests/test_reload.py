@@ -11,6 +11,8 @@ from ranks import RankPool
 from sides import HYPER, Side, check_against_torch
 from training import Shapes, Variant, assert_same_bits, each_variant_on
 
+import fusedshard
+
 SHAPES: Shapes = [(17, 25), (5,), (), (0,)]
 
 
@@ -55,3 +57,17 @@ def _train(side: Side, when: str) -> list[Any]:
     if side.ours:  # torch's keeps the tensors of the dict, and changes them
         assert_same_bits(state, kept)
     return [side.outcome(optimizer)]
+
+
+def test_a_third_moment_stays_when_amsgrad_is_switched_off() -> None:
+    """As torch keeps what a state dict has, whatever the groups say."""
+    param, twin = (torch.nn.Parameter(torch.arange(5.0)) for _ in range(2))
+    optimizer, other = (fusedshard.Adam([p], amsgrad=True) for p in (param, twin))
+    param.grad = torch.linspace(1, 2, 5)
+    optimizer.step()
+    third = optimizer.state[param]["max_exp_avg_sq"].clone()
+    optimizer.param_groups[0]["amsgrad"] = False
+    other.load_state_dict(optimizer.state_dict())
+    for loaded in (other.state_dict(), other.full_state_dict()):
+        assert_same_bits(loaded["state"][0]["max_exp_avg_sq"], third)
+    assert (third > 0).all()
