@@ -23,7 +23,7 @@ from harness import Samples, Spread, gather
 from hooks_overhead import TinyRunner
 from record import Bar, add_common_options, open_console
 from rich.table import Table
-from runner import Runner, TextRunner, begin_report, heading, publish, take_turns
+from runner import Runner, TextRunner, begin_report, choose_gpt, heading, publish, take_turns
 from step_variants import DDP, REPLICATED, SHARDED, Build, ddp, ours
 
 import fusedshard
@@ -133,8 +133,7 @@ def parse() -> argparse.Namespace:
     args = parser.parse_args()
     small = args.quick
     args.repeats = args.repeats or (2 if small else 15)
-    args.width, args.depth, args.heads = (64, 2, 2) if small else (448, 7, 7)
-    args.context = 16 if small else 32
+    choose_gpt(args)
     args.tensors = 30 if small else 1000
     args.overhead_steps = 2 if small else 20
     return args

@@ -37,7 +37,7 @@ from load import median_other_cores
 from peak import peak_of, return_freed_memory
 from record import Bar, add_common_options, busy, header, open_console
 from rich.table import Table
-from runner import TextRunner, publish, rank_count
+from runner import TextRunner, choose_gpt, publish, rank_count
 from step_variants import SHARDED
 
 import fusedshard
@@ -291,8 +291,7 @@ def parse() -> argparse.Namespace:
     args.steps = args.batch = 1
     args.measured = 1 if small else 3  # times that memory is
     args.repeats = args.repeats or (1 if small else 9)
-    args.width, args.depth, args.heads = (64, 2, 2) if small else (448, 7, 7)
-    args.context = 16 if small else 32
+    choose_gpt(args)
     return args
 
 

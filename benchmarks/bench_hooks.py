@@ -16,6 +16,7 @@ import hooks_overhead
 import hooks_overlap
 from fresh_ranks import run_ranks
 from record import add_common_options
+from runner import choose_gpt
 
 PARTS = ("overhead", "overlap")
 
@@ -38,8 +39,7 @@ def parse() -> argparse.Namespace:
     args.overhead_steps = args.overhead_steps or (2 if small else 20)
     args.batch = args.batch or (2 if small else 16)
     args.bucket_mb = args.bucket_mb or (0.25 if small else 25)
-    args.width, args.depth, args.heads = (64, 2, 2) if small else (448, 7, 7)
-    args.context = 16 if small else 32
+    choose_gpt(args)
     return args
 
 

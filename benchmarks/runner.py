@@ -145,6 +145,12 @@ class BatchRunner(Runner):
         return {"loss": self._losses[-1], "state_bytes": state, **super().figures()}
 
 
+def choose_gpt(args: argparse.Namespace) -> None:
+    """Set the size of `TextRunner`'s model: 17 million parameters, or few in a quick run."""
+    args.width, args.depth, args.heads = (64, 2, 2) if args.quick else (448, 7, 7)
+    args.context = 16 if args.quick else 32
+
+
 class TextRunner(BatchRunner):
     """A GPT that reads text, on each rank its own slice of it."""
 
